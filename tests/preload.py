@@ -1,0 +1,22 @@
+"""What the fork server of tests/harness.py imports once, so that each worker starts with it in memory.
+
+Importing must not compute: a process that ran a two-threaded operation leaves children that hang.
+"""
+
+import importlib
+from pathlib import Path
+
+import numpy  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch.distributed  # noqa: F401
+import torch.utils.checkpoint  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
+
+for path in sorted((ROOT / "megazero").rglob("*.py")):
+    if path.name != "__init__.py":
+        try:
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        except Exception:  # a broken module is the affair of the test that imports it, with its own traceback
+            pass
