@@ -1,0 +1,496 @@
+"""Every choice of a run, read once and never changed. One field is one flag: num_layers is --num-layers.
+
+A part of the house is given its own section (ModelConfig, ParallelConfig, ...), never the whole. What follows
+from other fields is a property; what follows from the world is asked of a function of the world's size.
+A broken rule is a ValueError that names the value, the bound and the flag, long before any rank waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import MISSING, asdict, dataclass, field
+from typing import Literal, get_type_hints
+
+from .settings import at_most_one, check_fields, flag, sections_from_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The shape of the model and what it computes."""
+
+    num_layers: int = flag(MISSING, "transformer blocks", at_least=1)
+    hidden_size: int = flag(MISSING, "width of the residual stream", at_least=1)
+    num_attention_heads: int = flag(MISSING, "query heads", at_least=1)
+    seq_length: int = flag(MISSING, "tokens in a training sample", at_least=1)
+    max_position_embeddings: int | None = flag(None, "positions the model knows; default: --seq-length", at_least=1)
+    ffn_hidden_size: int | None = flag(None, "inner width; default: 4 h, with swiglu int(h / 24) * 64", at_least=1)
+    kv_channels: int | None = flag(None, "size of one head; default: hidden / heads", at_least=1)
+    num_query_groups: int | None = flag(None, "key and value heads; default: as the query heads", at_least=1)
+    group_query_attention: bool = flag(False, "grouped-query attention; without --num-query-groups one group")
+    vocab_size: int | None = flag(None, "tokens before padding; default: the tokenizer's", at_least=1)
+    make_vocab_size_divisible_by: int = flag(128, "times the tensor size: unit of the padded vocabulary", at_least=1)
+    normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm, in any case")
+    norm_epsilon: float = flag(1e-5, "epsilon of the norms", above=0)
+    position_embedding_type: Literal["learned_absolute", "rope", "none"] = flag("learned_absolute", "kind of positions")
+    rotary_base: float = flag(10000.0, "base of the rotary frequencies (theta)", above=0)
+    rotary_percent: float = flag(1.0, "share of a head that is rotated", above=0, at_most=1)
+    rotary_interleaved: bool = flag(False, "rotate neighbouring elements instead of the two halves of a head")
+    use_rope_scaling: bool = flag(False, "stretch the rotary frequencies as Llama 3 does")
+    rope_scaling_factor: float = flag(8.0, "Llama 3: how far low frequencies are stretched", at_least=1)
+    rope_low_freq_factor: float = flag(1.0, "Llama 3: waves above original / this are stretched", above=0)
+    rope_high_freq_factor: float = flag(4.0, "Llama 3: waves below original / this are kept", above=0)
+    rope_original_max_positions: int = flag(8192, "Llama 3: positions of the model before stretching", at_least=1)
+    activation: Literal["gelu_tanh", "gelu", "squared_relu", "swiglu"] = flag("gelu_tanh", "non-linearity of the MLP")
+    disable_bias_linear: bool = flag(False, "no bias in linear layers")
+    add_qkv_bias: bool = flag(False, "a bias on queries, keys and values even with --disable-bias-linear")
+    qk_layernorm: bool = flag(False, "a norm on each query and key head")
+    untie_embeddings_and_output_weights: bool = flag(False, "the head has a weight of its own")
+    attention_dropout: float = flag(0.1, "dropout of attention probabilities", at_least=0, below=1)
+    hidden_dropout: float = flag(0.1, "dropout of the embedding and of the residual branches", at_least=0, below=1)
+    init_method_std: float = flag(0.02, "standard deviation of initial weights", at_least=0)
+    label_smoothing: float = flag(0.0, "probability spread over the whole vocabulary in the loss", at_least=0, below=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} is not divisible by --num-attention-heads "
+                f"{self.num_attention_heads}: give the size of a head by --kv-channels"
+            )
+        if self.num_attention_heads % self.query_groups:
+            raise ValueError(
+                f"--num-attention-heads {self.num_attention_heads} is not divisible by "
+                f"--num-query-groups {self.query_groups}"
+            )
+        if self.seq_length > self.positions:
+            raise ValueError(
+                f"--seq-length {self.seq_length} is above --max-position-embeddings {self.max_position_embeddings}"
+            )
+        if self.ffn < 1:
+            raise ValueError(
+                f"--hidden-size {self.hidden_size} is too small for the default width of swiglu: give --ffn-hidden-size"
+            )
+        self._check_positions()
+
+    def _check_positions(self) -> None:
+        if self.position_embedding_type == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
+            raise ValueError(
+                f"--rotary-percent {self.rotary_percent} of a head of {self.head_dim} is {self.rotary_dim} elements: "
+                "rotary positions need an even number of at least 2"
+            )
+        if self.use_rope_scaling and self.position_embedding_type != "rope":
+            raise ValueError(
+                f"--use-rope-scaling needs --position-embedding-type rope, not {self.position_embedding_type}"
+            )
+        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+            raise ValueError(
+                f"--rope-high-freq-factor {self.rope_high_freq_factor} must be above "
+                f"--rope-low-freq-factor {self.rope_low_freq_factor}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Elements of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of one head that rotary positions turn."""
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads."""
+        return self.num_query_groups or (1 if self.group_query_attention else self.num_attention_heads)
+
+    @property
+    def queries_per_group(self) -> int:
+        """Query heads that share one key and value head."""
+        return self.num_attention_heads // self.query_groups
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate beside its up projection."""
+        return self.activation == "swiglu"
+
+    @property
+    def ffn(self) -> int:
+        """Inner width of the MLP."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return self.hidden_size // 24 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def bias(self) -> bool:
+        """Whether linear layers have a bias."""
+        return not self.disable_bias_linear
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projection has a bias."""
+        return self.bias or self.add_qkv_bias
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one weight."""
+        return not self.untie_embeddings_and_output_weights
+
+    @property
+    def positions(self) -> int:
+        """Positions the model knows."""
+        return self.max_position_embeddings or self.seq_length
+
+    def padded_vocab(self, vocab_size: int, tensor_size: int) -> int:
+        """Rows of the embedding over all tensor ranks, padding included."""
+        unit = self.make_vocab_size_divisible_by * tensor_size
+        return -(-vocab_size // unit) * unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is cut over the ranks. What tensor and pipeline leave over is the data axis."""
+
+    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", at_least=1)
+    pipeline_model_parallel_size: int = flag(1, "ranks that share the depth", at_least=1)
+    expert_model_parallel_size: int = flag(1, "ranks of the data axis that share the experts", at_least=1)
+    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of forward and backward passes")
+    distributed_backend: Literal["auto", "gloo", "nccl"] = flag("auto", "auto: nccl on GPUs, gloo on CPUs")
+    distributed_timeout_minutes: int = flag(10, "how long a rank waits for the others", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.expert_model_parallel_size > 1:
+            raise ValueError(
+                f"--expert-model-parallel-size {self.expert_model_parallel_size}: must be 1, for expert parallelism "
+                "comes with MoE and is not available yet"
+            )
+
+    def data_size(self, world_size: int) -> int:
+        """Replicas of the model in a world of this size. ValueError if the layout does not fill it evenly."""
+        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        if world_size < 1 or world_size % (tensor * pipeline):
+            raise ValueError(
+                f"world size {world_size} is not a multiple of --tensor-model-parallel-size {tensor} x "
+                f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}"
+            )
+        return world_size // (tensor * pipeline)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """How many samples a step takes and how long training goes on."""
+
+    micro_batch_size: int = flag(MISSING, "samples of one forward pass of one replica", at_least=1)
+    global_batch_size: int | None = flag(None, "samples of a step; default: micro-batch x data size", at_least=1)
+    train_iters: int | None = flag(None, "stop after this many optimizer steps", at_least=1)
+    train_samples: int | None = flag(None, "stop after this many samples, the last batch whole", at_least=1)
+    eval_interval: int | None = flag(None, "steps between evaluations; default: never", at_least=1)
+    eval_iters: int = flag(100, "global batches of one evaluation", at_least=0)
+    exit_interval: int | None = flag(None, "save and leave at a multiple of this many steps", at_least=1)
+    exit_duration_in_mins: float | None = flag(None, "save and leave after this many minutes", at_least=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        at_most_one({"--train-iters": self.train_iters, "--train-samples": self.train_samples})
+
+    def global_batch(self, data_size: int) -> int:
+        """Samples of one optimizer step."""
+        return self.global_batch_size or self.micro_batch_size * data_size
+
+    def micro_batches(self, data_size: int) -> int:
+        """Micro-batches of one replica in one step. ValueError, with the equation, if they do not fill the batch."""
+        batch, each = self.global_batch(data_size), self.micro_batch_size * data_size
+        if batch % each:
+            raise ValueError(
+                f"--global-batch-size {batch} must be --micro-batch-size {self.micro_batch_size} x accumulation x "
+                f"data size {data_size}, but {batch} / ({self.micro_batch_size} x {data_size}) = {batch / each:g}"
+            )
+        return batch // each
+
+    def iterations(self, global_batch: int) -> int:
+        """Optimizer steps of the whole run: --train-iters, or ceil(train samples / global batch)."""
+        if self.train_iters is not None:
+            return self.train_iters
+        if self.train_samples is None:
+            raise ValueError("the length of the run is missing: give --train-iters or --train-samples")
+        return -(-self.train_samples // global_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam with decoupled weight decay. Learning rate and weight decay are the schedule's."""
+
+    optimizer: Literal["adam"] = flag("adam", "which optimizer")
+    adam_beta1: float = flag(0.9, "decay of the first moment", at_least=0, below=1)
+    adam_beta2: float = flag(0.999, "decay of the second moment", at_least=0, below=1)
+    adam_eps: float = flag(1e-8, "epsilon of the denominator", at_least=0)
+    clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    zero_stage: int = flag(1, "1: optimizer states are cut over the data ranks; 0 is computed as 1", at_least=0)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.zero_stage > 1:
+            raise ValueError(
+                f"--zero-stage {self.zero_stage}: must be 0 or 1, for cutting gradients and parameters over the data "
+                "ranks is not available yet"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Learning rate and weight decay over the run; the formulas are in lr_schedule.py."""
+
+    lr: float | None = flag(None, "largest learning rate", at_least=0)
+    min_lr: float = flag(0.0, "smallest learning rate", at_least=0)
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear", "the shape")
+    lr_decay_iters: int | None = flag(None, "steps until the smallest rate; default: the whole run", at_least=1)
+    lr_decay_samples: int | None = flag(None, "samples until the smallest rate; default: the run", at_least=1)
+    lr_warmup_iters: int = flag(0, "steps of warm-up", at_least=0)
+    lr_warmup_samples: int = flag(0, "samples of warm-up", at_least=0)
+    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
+    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", at_least=0)
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential", "its shape")
+    lr_wsd_decay_iters: int | None = flag(None, "steps of the tail of WSD", at_least=1)
+    lr_wsd_decay_samples: int | None = flag(None, "samples of the tail of WSD", at_least=1)
+    weight_decay: float = flag(0.01, "decoupled weight decay, not of biases and norms", at_least=0)
+    start_weight_decay: float | None = flag(None, "weight decay at the first step", at_least=0)
+    end_weight_decay: float | None = flag(None, "weight decay at the last step", at_least=0)
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant", "shape between the two")
+    override_opt_param_scheduler: bool = flag(False, "on resume this schedule counts, not the checkpoint's")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.lr is not None:
+            for name, value in (("--min-lr", self.min_lr), ("--lr-warmup-init", self.lr_warmup_init)):
+                if value > self.lr:
+                    raise ValueError(f"{name} {value} is above --lr {self.lr}")
+        warmup = {"--lr-warmup-iters": self.lr_warmup_iters, "--lr-warmup-samples": self.lr_warmup_samples}
+        at_most_one({"--lr-warmup-fraction": self.lr_warmup_fraction or None, **warmup})
+        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
+        self._check_weight_decay()
+
+    def lengths(self, unit: str) -> dict[str, int | None]:
+        """Flag -> value of the decay, the warm-up and the tail in "iters" or in "samples"; None where not given."""
+        if unit == "iters":
+            values = (self.lr_decay_iters, self.lr_warmup_iters or None, self.lr_wsd_decay_iters)
+        else:
+            values = (self.lr_decay_samples, self.lr_warmup_samples or None, self.lr_wsd_decay_samples)
+        return dict(zip((f"--lr-decay-{unit}", f"--lr-warmup-{unit}", f"--lr-wsd-decay-{unit}"), values, strict=True))
+
+    def _check_weight_decay(self) -> None:
+        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
+        constant, given = style == "constant", [value is not None for value in (start, end)]
+        if any(given) if constant else not all(given):
+            rule = "excludes" if constant else "needs"
+            raise ValueError(f"--weight-decay-incr-style {style} {rule} --start-weight-decay and --end-weight-decay")
+        if not constant and end < start:
+            raise ValueError(f"--end-weight-decay {end} is below --start-weight-decay {start}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Numbers: fp32 unless told otherwise."""
+
+    bf16: bool = flag(False, "parameters and activations in bfloat16; masters, gradients and moments in fp32")
+    fp64: bool = flag(False, "everything in double precision, for proofs")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        at_most_one({"--bf16": self.bf16, "--fp64": self.fp64})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """Which activations are computed again in the backward pass instead of being kept."""
+
+    recompute_granularity: Literal["selective", "full"] | None = flag(None, "the attention core, or whole blocks")
+    recompute_method: Literal["uniform", "block"] | None = flag(None, "groups of N blocks, or the first N of a stage")
+    recompute_num_layers: int | None = flag(None, "the N of --recompute-method; default: 1", at_least=1)
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        method, number = self.recompute_method, self.recompute_num_layers
+        if self.recompute_granularity == "full" and method is None:
+            raise ValueError("--recompute-granularity full needs --recompute-method uniform or block")
+        for name, value in (("--recompute-method", method), ("--recompute-num-layers", number)):
+            if self.recompute_granularity != "full" and value is not None:
+                raise ValueError(f"{name} {value} goes only with --recompute-granularity full")
+
+    @property
+    def layers(self) -> int:
+        """Blocks of one group (uniform) or of each stage (block)."""
+        return self.recompute_num_layers or 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    data_path: tuple[str, ...] = flag((), "prefix of a .bin and .idx pair")
+    split: str = flag("969,30,1", "weights of training, validation and test")
+    mock_data: bool = flag(False, "made-up tokens below --vocab-size")
+    tokenizer_type: str | None = flag(None, "which tokenizer; default: GPT2BPETokenizer where --vocab-file is given")
+    tokenizer_model: str | None = flag(None, "file of the tokenizer's model")
+    vocab_file: str | None = flag(None, "vocabulary of a GPT-2 tokenizer, JSON")
+    merge_file: str | None = flag(None, "merges of a GPT-2 tokenizer")
+    num_workers: int = flag(2, "threads that read ahead; 0: read in the step", at_least=0)
+    reset_position_ids: bool = flag(False, "positions start again after the end of a document")
+    reset_attention_mask: bool = flag(False, "no attention across the end of a document")
+    eod_mask_loss: bool = flag(False, "no loss where the end of a document is the input")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        at_most_one({"--mock-data": self.mock_data, "--data-path": self.data_path})
+        if len(self.data_path) > 1:
+            raise ValueError(
+                f"--data-path {' '.join(self.data_path)}: give one prefix, for blends are not available yet"
+            )
+        weights = self.split_weights
+        if len(weights) != 3 or sum(weights) <= 0:
+            raise ValueError(f"--split {self.split}: must be up to three weights with a sum above 0")
+
+    @property
+    def split_weights(self) -> tuple[float, ...]:
+        """Weights of training, validation and test: the numbers in `split`, missing ones 0."""
+        numbers = re.findall(r"\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+", self.split)
+        return tuple(float(number) for number in numbers) + (0.0,) * (3 - len(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and where a run starts from."""
+
+    save: str | None = flag(None, "folder to save to")
+    load: str | None = flag(None, "folder to load from")
+    save_interval: int | None = flag(None, "steps between saves", at_least=1)
+    auto_resume: bool = flag(False, "go on from the newest checkpoint in --save, or start anew where there is none")
+    ckpt_step: int | None = flag(None, "load the checkpoint of this iteration, not the newest", at_least=0)
+    finetune: bool = flag(False, "load weights only and start at iteration 0")
+    no_load_optim: bool = flag(False, "do not load the optimizer's moments")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.save is not None and self.save_interval is None:
+            raise ValueError(f"--save {self.save} needs --save-interval")
+        if self.auto_resume and self.save is None:
+            raise ValueError("--auto-resume needs --save")
+        if self.ckpt_step is not None and self.load is None and not self.auto_resume:
+            raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What a run tells about itself."""
+
+    log_interval: int = flag(100, "steps between lines on the console", at_least=1)
+    tensorboard_dir: str | None = flag(None, "folder of TensorBoard events")
+    tensorboard_queue_size: int = flag(1000, "events kept back before they are written", at_least=1)
+    metrics_jsonl: str | None = flag(None, "file that gets one JSON object per iteration")
+    log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity of evaluations to TensorBoard")
+    log_timers_to_tensorboard: bool = flag(False, "seconds of a step to TensorBoard")
+    log_batch_size_to_tensorboard: bool = flag(False, "global batch size to TensorBoard")
+    log_throughput: bool = flag(False, "TFLOP/s per rank to TensorBoard")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run itself: its seed, its kernels, and commands that print and leave."""
+
+    seed: int = flag(1234, "seed of weights, order of samples and dropout", at_least=0)
+    print_layout: bool = flag(False, "print ranks, groups, layers and parameters of --world-size ranks, and leave")
+    world_size: int | None = flag(None, "ranks of the layout to print; a run takes its launcher's", at_least=1)
+    print_lr: int | None = flag(None, "print the rates of the first N steps, and leave", at_least=1)
+    print_config: bool = flag(False, "print every setting as JSON, and leave")
+    kernels: Literal["auto", "triton", "torch"] = flag("auto", "auto: triton on GPUs where it is installed")
+    kernel: tuple[str, ...] = flag((), "OP=IMPL, repeatable: one operation by triton or torch whatever --kernels says")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        for entry in self.kernel:
+            operation, _, implementation = entry.partition("=")
+            if not operation or implementation not in ("triton", "torch"):
+                raise ValueError(f"--kernel {entry}: must be OP=triton or OP=torch")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """All sections of a run, and the rules between them that need no world."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    batch: BatchConfig
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        check_layout(self.model, self.parallel)
+        check_run_length(self.batch, self.schedule)
+        chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
+        if chunk is not None and chunk > layers:
+            raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")
+
+    def to_json(self) -> str:
+        """A JSON object of sections, each an object of its fields."""
+        return json.dumps(asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Config:
+        """The inverse of to_json. A setting that an older version did not know takes its default."""
+        return Config(**sections_from_dict(json.loads(text), SECTIONS))
+
+
+SECTIONS: dict[str, type] = get_type_hints(Config)
+
+
+def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Sizes that the tensor and pipeline axes must be able to cut. A pipeline may have stages of unequal depth."""
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    for name, size in (
+        ("--num-attention-heads", model.num_attention_heads),
+        ("--num-query-groups", model.query_groups),
+        ("--ffn-hidden-size", model.ffn),
+        ("--seq-length", model.seq_length),
+    ):
+        if size % tensor:
+            raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tensor}")
+    if model.num_layers < pipeline:
+        raise ValueError(
+            f"--num-layers {model.num_layers} is below --pipeline-model-parallel-size {pipeline}: "
+            "each stage needs a layer"
+        )
+
+
+def check_run_length(batch: BatchConfig, schedule: ScheduleConfig) -> None:
+    """A run counts in iterations or in samples, never in both, and its warm-up ends before its decay."""
+    lengths = {"iters": batch.train_iters, "samples": batch.train_samples}
+    unit = "iters" if batch.train_samples is None else "samples"
+    if lengths[unit] is None:
+        return
+    length_flag, length = f"--train-{unit}", lengths[unit]
+    for name, value in schedule.lengths("samples" if unit == "iters" else "iters").items():
+        if value is not None:
+            raise ValueError(f"{length_flag} {length} and {name} {value}: count all in iterations or all in samples")
+    (decay_flag, decay), (warmup_flag, warmup), (tail_flag, tail) = schedule.lengths(unit).items()
+    if decay is None:
+        decay_flag, decay = length_flag, length
+    warmup = warmup or (schedule.lr_warmup_fraction or 0) * decay
+    if warmup >= decay:
+        raise ValueError(f"{warmup_flag} {warmup} must be below {decay_flag} {decay}")
+    if schedule.lr_decay_style == "WSD" and warmup + tail > decay:
+        raise ValueError(f"{tail_flag} {tail} and a warm-up of {warmup:g} do not fit into {decay_flag} {decay}")
+
+
+def check_world(config: Config, world_size: int) -> None:
+    """What depends on the number of ranks: the layout fills them evenly and the global batch is cut evenly."""
+    config.batch.micro_batches(config.parallel.data_size(world_size))

@@ -1,0 +1,420 @@
+"""The command line: argv -> Config, in the spellings of Megatron-LM and of Megatron-DeepSpeed.
+
+A flag is one of four kinds. Honoured: every field of the configuration's sections, by its name. Alias: another
+spelling that sets fields (RENAMED, SETS). Accepted: it changes nothing here, for a stated reason (ACCEPTED). Refused:
+a capability that is missing (REFUSED), unless its value asks for nothing (HARMLESS). Everything else is unknown.
+A new flag is a field or one word in a table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import textwrap
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+from .config import SECTIONS, Config
+from .settings import Setting, flag_name, section_settings
+
+# Another family's or an older name of a field.
+RENAMED = {
+    "num-key-value-heads": "num_query_groups",
+    "layernorm-epsilon": "norm_epsilon",
+    "rotary-position-embeddings-theta": "rotary_base",
+    "moe-expert-parallel-size": "expert_model_parallel_size",
+    "checkpoint-num-layers": "recompute_num_layers",
+    "activations-checkpoint-num-layers": "recompute_num_layers",
+    "activations-checkpoint-method": "recompute_method",
+}
+
+# Flags that set fields: those of the first dict always, those of the second where no other flag does.
+SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "use-rotary-position-embeddings": ({"position_embedding_type": "rope"}, {}),
+    "no-position-embedding": ({}, {"position_embedding_type": "none"}),
+    "swiglu": ({"activation": "swiglu"}, {}),
+    "squared-relu": ({"activation": "squared_relu"}, {}),
+    "openai-gelu": ({"activation": "gelu_tanh"}, {}),
+    "no-bias-gelu-fusion": ({}, {"activation": "gelu"}),  # unfused, both families compute the exact GELU
+    "checkpoint-activations": (
+        {"recompute_granularity": "full"},
+        {"recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
+    "activations-checkpoint-method": ({}, {"recompute_granularity": "full", "recompute_num_layers": 1}),
+    "recompute-activations": ({"recompute_granularity": "selective"}, {}),
+}
+
+# Reason -> flags that change nothing. "name=" takes one value, "name*" any number of them.
+ACCEPTED = {
+    "there is one implementation of each part": """use-mcore-models transformer-impl= DDP-impl= attention-backend=
+        use-flash-attn use-flash-attn-v2 use-flash-attn-triton data-impl= no-mmap-bin-files dataloader-num-threads=
+        no-create-attention-mask-in-dataloader deepspeed-activation-checkpointing""",
+    "fusing or not changes speed only": """no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion
+        no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion
+        cross-entropy-fusion-impl=""",
+    "overlap changes speed only": """overlap-grad-reduce overlap-param-gather tp-comm-overlap
+        no-async-tensor-model-parallel-allreduce""",
+    "the sequence is always cut over the tensor ranks between layers": """sequence-parallel
+        distribute-saved-activations partition-activations""",
+    "optimizer states are always cut over the data ranks": "use-distributed-optimizer",
+    "gradients are always accumulated and reduced in fp32 or wider": "accumulate-allreduce-grads-in-fp32",
+    "softmax is always computed in fp32 or wider": "attention-softmax-in-fp32",
+    "query-key layer scaling cancels out but for rounding": """no-query-key-layer-scaling
+        apply-query-key-layer-scaling""",
+    "a stored scale minus one trains alike": "apply-layernorm-1p",
+    "the loss is always the mean over all tokens of the global batch": "calculate-per-token-loss",
+    "weights never depend on the layout": "use-cpu-initialization",
+    "every gradient is checked": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
+    "they concern the loss scale of fp16": "hysteresis= initial-loss-scale= min-loss-scale= loss-scale-window=",
+    "there is no index to cache": "data-cache-path=",
+    "there is no generator state to save": "no-load-rng no-save-rng",
+    "there is one checkpoint format, which any layout reads": """ckpt-format= dist-ckpt-format= auto-detect-ckpt-format
+        dist-ckpt-strictness= ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save""",
+    "a save is finished before training goes on": "async-save use-persistent-ckpt-worker",
+    "a checkpoint that is asked for and missing is always an error": "exit-on-missing-checkpoint",
+    "the checkpoint's schedule goes on by default": "use-checkpoint-opt-param-scheduler",
+    "these figures are not measured yet": """log-memory-to-tensorboard log-params-norm log-num-zeros-in-grad
+        log-optimizer-states-to-tensorboard timing-log-level= timing-log-option= no-barrier-with-level-1-timing
+        logging-level=""",
+    "memory is left to Python and torch": "manual-gc manual-gc-interval= empty-unused-memory-level=",
+    "the launcher's environment says it": "local-rank=",
+    "there is one engine for any pipeline size": "no-pipeline-parallel",
+}
+
+# Missing capability -> flags that ask for it.
+REFUSED = {
+    "half precision with loss scaling": "fp16 loss-scale fp16-lm-cross-entropy",
+    "fp8 and fp4": """fp8-format fp8 fp4-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather fp8-margin
+        fp8-recipe""",
+    "gradients and residuals in another precision": """grad-reduce-in-bf16 fp32-residual-connection
+        disable-bf16-reduced-precision-matmul""",
+    "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
+    "DeepSpeed checkpoints": "load-tag universal-checkpoint reset-iteration no-load-lr-state",
+    "counting a run in tokens": "train-tokens lr-decay-tokens lr-warmup-tokens",
+    "a growing batch": "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
+    "context parallelism": """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes
+        ds-sequence-parallel-size ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size
+        ds-sequence-parallel-fpdt-offloading""",
+    "cutting gradients and parameters over the data ranks": """use-megatron-fsdp use-torch-fsdp2 fsdp-double-buffer
+        data-parallel-sharding-strategy init-model-with-meta-device use-nccl-ub fsdp-manual-registration
+        megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype remote-device""",
+    "several stages per pipeline rank": """num-layers-per-virtual-pipeline-stage
+        num-virtual-stages-per-pipeline-rank""",
+    "a pipeline split by hand": """pipeline-model-parallel-layout decoder-first-pipeline-num-layers
+        decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
+        account-for-loss-in-pipeline-split""",
+    "zero-bubble pipelines": "enable-zbh1-pipeline enable-zbh1-exact-semantics",
+    "another order of ranks": "use-tp-pp-dp-mapping num-distributed-optimizer-instances",
+    "mixture of experts": """num-experts moe-layer-freq expert-interval topk mlp-type expert-tensor-parallel-size
+        enable-expert-tensor-parallelism create-moe-param-group use-tutel moe-loss-coeff moe-train-capacity-factor
+        moe-eval-capacity-factor moe-min-capacity moe-router-topk moe-aux-loss-coeff moe-router-load-balancing-type
+        moe-grouped-gemm moe-token-dispatcher-type moe-ffn-hidden-size moe-permute-fusion moe-router-dtype
+        moe-z-loss-coeff moe-router-pre-softmax moe-expert-capacity-factor moe-shared-expert-intermediate-size
+        disable-moe-token-dropping disable-moe-top2-2nd-expert-sampling moe-router-score-function
+        moe-router-enable-expert-bias moe-router-bias-update-rate moe-num-experts moe-top-k moe-capacity-factor
+        moe-loss-weight moe-expert-model-parallelism""",
+    "distillation": """mos kd load-teacher num-layers-teacher hidden-size-teacher num-attention-heads-teacher
+        num-experts-teacher kd-alpha-ce kd-beta-ce kd-temp""",
+    "other attention": """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
+        rotary-scaling-factor mscale mscale-all-dim rope-type softmax-type window-size window-attn-skip-freq""",
+    "other feed-forward layers": "quick-geglu glu-linear-offset activation-func-clamp-value",
+    "multi-token prediction": "mtp-num-layers mtp-loss-scaling-factor",
+    "another initialisation": "init-method-xavier-uniform",
+    "other optimizers and rates by part": "decoupled-lr decoupled-min-lr cpu-optimizer sgd-momentum",
+    "keeping activations on the host, or recomputing other parts": "checkpoint-in-cpu recompute-modules",
+    "blends and data sets of their own for each split": "train-data-path valid-data-path test-data-path",
+    "other orders of samples": """dataloader-type data-efficiency-curriculum-learning random-ltd
+        train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
+        train-shuffle-idx-path aml-data-download-path""",
+    "tiktoken": "tiktoken-pattern",
+    "weights without optimizer states, and keeping only some saves": "no-save-optim save-retain-interval",
+    "taking the model's shape from the checkpoint": "use-checkpoint-args",
+    "leaving on a signal": "exit-signal-handler",
+    "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
+    "profiling": "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
+    "another interval for TensorBoard": "tensorboard-log-interval",
+    "evaluation of its own": "skip-train eval-global-batch-size",
+}
+
+# Values with which a flag of REFUSED asks for nothing.
+HARMLESS = {
+    "context-parallel-size": ("1",),
+    "ds-sequence-parallel-size": ("1",),
+    "num-distributed-optimizer-instances": ("1",),
+    "expert-tensor-parallel-size": ("1",),
+    "num-experts": ("0", "1"),
+    "mlp-type": ("standard",),
+    "rope-type": ("rope",),
+    "softmax-type": ("vanilla",),
+    "recompute-modules": ("core_attn",),
+    "dataloader-type": ("single",),
+    "remote-device": ("none",),
+    "tensorboard-log-interval": ("1",),
+}
+
+
+def flags_of(table: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Flag -> (reason, "" or "=" or "*") of a table written by reasons."""
+    found = {}
+    for reason, words in table.items():
+        for word in words.split():
+            name = word.rstrip("=*")
+            found[name] = (reason, word[len(name) :])
+    return found
+
+
+ACCEPTED_FLAGS = flags_of(ACCEPTED)
+REFUSED_FLAGS = flags_of(REFUSED)
+
+
+class UsageError(ValueError):
+    """The command line asks for something that cannot be; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """One flag as it was typed and the words that follow it."""
+
+    typed: str
+    words: list[str]
+
+    @property
+    def name(self) -> str:
+        """The flag without dashes in front, underscores read as dashes."""
+        return self.typed[2:].replace("_", "-")
+
+    def one_word(self) -> str:
+        if len(self.words) != 1:
+            got = f"got {' '.join(self.words)}" if self.words else "got none"
+            raise UsageError(f"{self.typed} takes one value, but {got}")
+        return self.words[0]
+
+    def no_word(self) -> None:
+        if self.words:
+            raise UsageError(f"{self.typed} is a switch and takes no value, but got {' '.join(self.words)}")
+
+
+@dataclass
+class Reading:
+    """What the flags read so far say: field -> value, and the flag that said so."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    weak: dict[str, Any] = field(default_factory=dict)
+    accepted: dict[str, list[str]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def set(self, name: str, value: Any, source: str) -> None:
+        """The last of several equal flags counts; two different flags must agree."""
+        before = self.sources.get(name)
+        if before not in (None, source) and self.values[name] != value:
+            raise UsageError(f"{before} and {source} contradict each other about {flag_name(name)}")
+        self.values[name], self.sources[name] = value, source
+
+
+def parse(argv: Sequence[str], base: Config | None = None) -> tuple[Config, list[str]]:
+    """The configuration that a command line asks for, and notices to be printed once.
+
+    With `base` (a checkpoint's configuration, say) the flags change that one, and none is required. Raises UsageError.
+    `--help` prints the flags and raises SystemExit.
+    """
+    settings = all_settings()
+    given = split_words(argv)
+    if any(flag.name == "help" for flag in given):
+        print(help_text())
+        raise SystemExit(0)
+    reading = Reading()
+    for flag in given:
+        read_flag(flag, settings, reading)
+    if reading.unknown:
+        raise UsageError("; ".join(reading.unknown))
+    if reading.refused:
+        raise UsageError("; ".join(reading.refused))
+    values = reading.weak | reading.values
+    check_combinations(values, [flag.name for flag in given])
+    if base is None:
+        require(values, settings)
+    sections = {}
+    try:
+        for section, kind in SECTIONS.items():
+            start = vars(vars(base)[section]) if base is not None else {}
+            own = {name: values[name] for name in values if settings[name].section == section}
+            sections[section] = kind(**(start | own))
+        return Config(**sections), notices(reading)
+    except ValueError as wrong:
+        raise UsageError(in_typed_words(str(wrong), reading.sources)) from wrong
+
+
+def split_words(argv: Sequence[str]) -> list[Given]:
+    """Flags with the words up to the next flag. A word after `=` belongs to its flag alone."""
+    found: list[Given] = []
+    for word in argv:
+        if word == "-h":
+            found.append(Given("--help", []))
+        elif word.startswith("--") and len(word) > 2:
+            typed, equals, value = word.partition("=")
+            found.append(Given(typed, [value] if equals else []))
+        elif found:
+            found[-1].words.append(word)
+        else:
+            raise UsageError(f"unexpected word {word!r} before the first flag")
+    return found
+
+
+def read_flag(flag: Given, settings: dict[str, Setting], reading: Reading) -> None:
+    """Put what one flag says into `reading`."""
+    name, renamed = flag.name, RENAMED.get(flag.name)
+    target = renamed or name.replace("-", "_")
+    negated = target.removeprefix("no_")
+    if target in settings:
+        value = field_value(flag, settings[target])
+        if settings[target].name == "kernel":
+            value = reading.values.get(target, ()) + value
+        reading.set(target, value, f"--{name}")
+    elif negated in settings and settings[negated].kind is bool:
+        flag.no_word()
+        reading.set(negated, False, flag_name(negated))
+    elif name in ACCEPTED_FLAGS:
+        reason, arity = ACCEPTED_FLAGS[name]
+        if arity == "":
+            flag.no_word()
+        elif arity == "=":
+            flag.one_word()
+        reading.accepted.setdefault(reason, []).append(flag.typed)
+    elif name in REFUSED_FLAGS:
+        if " ".join(flag.words) in HARMLESS.get(name, ()):
+            reading.accepted.setdefault("this value asks for nothing", []).append(flag.typed)
+        else:
+            shown = " ".join([flag.typed, *flag.words])
+            reading.refused.append(f"{shown}: not available yet: {REFUSED_FLAGS[name][0]}")
+    elif name not in SETS:
+        near = difflib.get_close_matches(name, all_names(settings), n=1)
+        reading.unknown.append(f"unknown flag {flag.typed}" + (f"; did you mean --{near[0]}?" if near else ""))
+    if name in SETS:
+        if not renamed:
+            flag.no_word()
+        strong, weak = SETS[name]
+        for target, value in strong.items():
+            reading.set(target, value, f"--{name}")
+        reading.weak |= weak
+
+
+def field_value(flag: Given, setting: Setting) -> Any:
+    """The value of a field from the words after its flag."""
+    if setting.kind is bool:
+        flag.no_word()
+        return True
+    if setting.many:
+        words = tuple(flag.words)
+        # A single source of data has no use for a weight in front of its prefix.
+        return words[1:] if setting.name == "data_path" and len(words) == 2 and is_number(words[0]) else words
+    word = flag.one_word()
+    if setting.choices:
+        same = [choice for choice in setting.choices if choice.casefold() == word.casefold()]
+        value: Any = same[0] if same else word
+    elif setting.kind in (int, float):
+        if not is_number(word) or (setting.kind is int and not float(word).is_integer()):
+            kind = "a whole number" if setting.kind is int else "a number"
+            raise UsageError(f"{flag.typed} {word}: must be {kind}")
+        whole = re.fullmatch(r"[-+]?\d+", word)
+        value = int(word) if whole and setting.kind is int else setting.kind(float(word))
+    else:
+        value = word.strip(" '\"") if setting.name == "split" else word
+    try:
+        setting.check(value)
+    except ValueError as wrong:
+        raise UsageError(in_typed_words(str(wrong), {setting.name: f"--{flag.name}"})) from wrong
+    return value
+
+
+def is_number(word: str) -> bool:
+    return re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) is not None
+
+
+def check_combinations(values: dict[str, Any], names: list[str]) -> None:
+    """Flags that a Config no longer shows."""
+    if "no-position-embedding" in names and values["position_embedding_type"] == "learned_absolute":
+        raise UsageError("--no-position-embedding and --position-embedding-type learned_absolute contradict each other")
+    stages = values.get("pipeline_model_parallel_size", 1)
+    if "no-pipeline-parallel" in names and stages > 1:
+        raise UsageError(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} contradict each other")
+    printing = {"print_layout", "print_lr", "print_config"} & set(values)
+    if "world_size" in values and not printing:
+        raise UsageError("--world-size goes with --print-layout or --print-lr: a run takes its size from its launcher")
+
+
+def require(values: dict[str, Any], settings: dict[str, Setting]) -> None:
+    """UsageError that lists every flag that is missing. A command that only prints needs less."""
+    layout, lr, config = (bool(values.get(name)) for name in ("print_layout", "print_lr", "print_config"))
+    if layout:
+        values.setdefault("micro_batch_size", 1)  # no layout depends on it
+    required = [name for name, setting in settings.items() if setting.default is MISSING]
+    missing = [flag_name(name) for name in required if name not in values]
+    if not layout and not config:
+        if "lr" not in values:
+            missing.append("--lr")
+        if "train_iters" not in values and "train_samples" not in values:
+            missing.append("--train-iters (or --train-samples)")
+        if not lr and not values.get("data_path") and not values.get("mock_data"):
+            missing.append("--data-path (or --mock-data)")
+    if not lr and not config and "vocab_size" not in values:
+        null = values.get("tokenizer_type", "").casefold().startswith("null")
+        sources = {"data_path", "tokenizer_type", "tokenizer_model", "vocab_file"}
+        if null or not sources & set(values):
+            missing.append("--vocab-size")
+    if missing:
+        raise UsageError(f"missing: {', '.join(missing)}")
+
+
+def notices(reading: Reading) -> list[str]:
+    """One line about all flags that were accepted and change nothing."""
+    words = [f"{', '.join(dict.fromkeys(flags))} ({reason})" for reason, flags in reading.accepted.items()]
+    if reading.values.get("zero_stage") == 0:
+        words.append("--zero-stage 0 (optimizer states are cut over the data ranks all the same)")
+    return [f"accepted without effect: {'; '.join(words)}"] if words else []
+
+
+def in_typed_words(message: str, sources: dict[str, str]) -> str:
+    """The message with the names of RENAMED, where the user typed those, in place of the fields' own."""
+    for name, typed in sources.items():
+        if typed[2:] in RENAMED:
+            message = re.sub(rf"{flag_name(name)}(?![\w-])", typed, message)
+    return message
+
+
+def all_settings() -> dict[str, Setting]:
+    """Every field of every section by name."""
+    return {setting.name: setting for name, kind in SECTIONS.items() for setting in section_settings(name, kind)}
+
+
+def all_names(settings: dict[str, Setting]) -> list[str]:
+    """Every known flag without its dashes, honoured ones first."""
+    own = [name.replace("_", "-") for name in settings]
+    return [*own, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS]
+
+
+def help_text() -> str:
+    """Every flag by section, and what is accepted, another spelling, or not available yet."""
+    lines = ["Flags, with _ for - as you like, and = or a space before a value. A switch FLAG has its --no-FLAG."]
+    for section, kind in SECTIONS.items():
+        lines += ["", f"{section}: {kind.__doc__}"]
+        for setting in section_settings(section, kind):
+            value = "" if setting.kind is bool else "{" + ",".join(setting.choices) + "}"
+            if value == "{}":
+                value = setting.name.upper() if setting.kind is str else setting.kind.__name__.upper()
+            shown = "" if setting.default in (None, False, ()) or setting.kind is bool else f" [{setting.default}]"
+            shown = " [required]" if setting.default is MISSING else shown
+            lines.append(f"  {flag_name(setting.name)} {value}".rstrip() + f"\n        {setting.help}{shown}")
+    lines += ["", "other spellings:"]
+    lines += [f"  --{name} = {flag_name(target)}" for name, target in RENAMED.items()]
+    for name, (strong, weak) in SETS.items():
+        lines.append(f"  --{name}: " + ", ".join(f"{flag_name(k)} {v}" for k, v in (strong | weak).items()))
+    for title, table in (("accepted without effect:", ACCEPTED), ("not available yet:", REFUSED)):
+        lines += ["", title]
+        for reason, words in table.items():
+            names = " ".join("--" + word.rstrip("=*") for word in words.split())
+            text = textwrap.TextWrapper(100, initial_indent="  ", subsequent_indent="        ", break_on_hyphens=False)
+            lines.append(text.fill(f"{reason}: {names}"))
+    return "\n".join(lines)

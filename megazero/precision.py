@@ -1,0 +1,28 @@
+"""Which number types a run computes and remembers in.
+
+Parameters and activations are computed in one type; what is summed over many small values (master weights, gradients,
+moments, norms, losses) is kept in a wider one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .config import PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """`compute`: parameters and activations. `master`: master weights, gradients and moments."""
+
+    compute: torch.dtype
+    master: torch.dtype
+
+
+def dtypes(precision: PrecisionConfig) -> Dtypes:
+    """The types of a run: fp32 throughout, bf16 over fp32 masters, or fp64 throughout."""
+    if precision.fp64:
+        return Dtypes(torch.float64, torch.float64)
+    return Dtypes(torch.bfloat16 if precision.bf16 else torch.float32, torch.float32)

@@ -1,0 +1,100 @@
+"""What a resumed run may change: the command line against the configuration saved in a checkpoint.
+
+The command line counts everywhere but for the schedule, which goes on as it was unless the user overrides it, and for
+whatever makes the model another one, which is refused before any rank waits for another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from .config import Config, ModelConfig
+from .settings import flag_name
+
+# Fields that change which weights a model has, or what the same weights compute.
+MODEL_FIELDS = frozenset(
+    {
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "max_position_embeddings",
+        "ffn_hidden_size",
+        "kv_channels",
+        "num_query_groups",
+        "vocab_size",
+        "normalization",
+        "position_embedding_type",
+        "rotary_percent",
+        "rotary_interleaved",
+        "activation",
+        "disable_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "untie_embeddings_and_output_weights",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One field that is not what it was; `model` says that a checkpoint cannot be resumed with it."""
+
+    section: str
+    name: str
+    old: Any
+    new: Any
+    model: bool
+
+    def __str__(self) -> str:
+        return f"{flag_name(self.name)}: {self.old} in the checkpoint, {self.new} now"
+
+
+def effective_model(model: ModelConfig) -> dict[str, Any]:
+    """The fields of a model with defaults filled in, so that two spellings of one model are equal."""
+    filled = {
+        "ffn_hidden_size": model.ffn,
+        "kv_channels": model.head_dim,
+        "num_query_groups": model.query_groups,
+        "group_query_attention": model.query_groups < model.num_attention_heads,
+        "max_position_embeddings": model.positions,
+        "add_qkv_bias": model.qkv_bias,
+    }
+    return asdict(model) | filled
+
+
+def differences(old: Config, new: Config) -> list[Difference]:
+    """Fields in which two configurations differ in effect, in the order of the sections.
+
+    A vocabulary size that one side leaves to its tokenizer is no difference, and the number of positions makes
+    another model only where they are a learned table.
+    """
+    before = asdict(old) | {"model": effective_model(old.model)}
+    after = asdict(new) | {"model": effective_model(new.model)}
+    learned = "learned_absolute" in (old.model.position_embedding_type, new.model.position_embedding_type)
+    found = []
+    for section, values in after.items():
+        for name, value in values.items():
+            was = before[section][name]
+            if value == was or (name == "vocab_size" and None in (was, value)):
+                continue
+            model = name in MODEL_FIELDS and (learned or name != "max_position_embeddings")
+            found.append(Difference(section, name, was, value, model))
+    return found
+
+
+def check_same_model(saved: Config, config: Config) -> None:
+    """ValueError with every field, old and new, that makes this run's model another one than the checkpoint's."""
+    wrong = [str(difference) for difference in differences(saved, config) if difference.model]
+    if wrong:
+        raise ValueError(f"the checkpoint holds another model: {'; '.join(wrong)}")
+
+
+def with_saved_schedule(saved: Config, config: Config) -> Config:
+    """`config` with the checkpoint's schedule, unless --override-opt_param-scheduler. The length stays the new one."""
+    if config.schedule.override_opt_param_scheduler:
+        return config
+    try:
+        return replace(config, schedule=saved.schedule)
+    except ValueError as wrong:
+        raise ValueError(f"{wrong} (in the checkpoint's schedule: see --override-opt_param-scheduler)") from wrong

@@ -1,0 +1,319 @@
+"""Each rule of the configuration by itself: bounds, choices, rules across fields and sections, JSON, derived values."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megazero.config import (
+    SECTIONS,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RecomputeConfig,
+    RunConfig,
+    ScheduleConfig,
+    check_world,
+)
+from megazero.settings import section_settings
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
+
+
+def model(**changes) -> ModelConfig:
+    return ModelConfig(**(SHAPE | changes))
+
+
+def config(model_changes: dict | None = None, **sections) -> Config:
+    batch = sections.pop("batch", BatchConfig(micro_batch_size=2))
+    return Config(model=model(**(model_changes or {})), batch=batch, **sections)
+
+
+def test_one_field_is_one_flag_with_help():
+    names = [setting.name for name, kind in SECTIONS.items() for setting in section_settings(name, kind)]
+    assert len(names) == len(set(names))
+    for name, kind in SECTIONS.items():
+        assert kind.__doc__
+        for setting in section_settings(name, kind):
+            assert setting.help, setting.name
+
+
+def test_nothing_is_written_back():
+    with pytest.raises(AttributeError):
+        config().model.num_layers = 5  # type: ignore[misc]
+
+
+def test_unset_fields_follow_from_others():
+    plain = model()
+    assert (plain.head_dim, plain.query_groups, plain.queries_per_group) == (8, 4, 1)
+    assert (plain.ffn, plain.gated, plain.bias, plain.qkv_bias, plain.tied, plain.positions) == (
+        128, False, True, True, True, 16,
+    )  # fmt: skip
+    llama = model(
+        activation="swiglu",
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_query_groups=8,
+        disable_bias_linear=True,
+        add_qkv_bias=True,
+        untie_embeddings_and_output_weights=True,
+        max_position_embeddings=64,
+    )
+    assert (llama.ffn, llama.queries_per_group, llama.bias, llama.qkv_bias, llama.tied, llama.positions) == (
+        10880, 4, False, True, False, 64,
+    )  # fmt: skip
+    assert model(group_query_attention=True).query_groups == 1
+    assert model(kv_channels=5, hidden_size=30).head_dim == 5
+    assert model(ffn_hidden_size=7).ffn == 7
+
+
+@pytest.mark.parametrize("hidden", range(24, 9000, 101))
+def test_swiglu_width_is_the_one_of_megatron(hidden):
+    assert model(hidden_size=hidden, kv_channels=8, activation="swiglu").ffn == int((4 * hidden * 2 / 3) / 64) * 64
+
+
+def test_vocabulary_is_padded_for_the_tensor_size():
+    assert model().padded_vocab(50257, 1) == 50304
+    assert model().padded_vocab(50257, 8) == 51200
+    assert model(make_vocab_size_divisible_by=1).padded_vocab(97, 4) == 100  # C030
+    assert model(make_vocab_size_divisible_by=1).padded_vocab(97, 1) == 97
+
+
+MODEL_FAULTS = [
+    ({"num_layers": 0}, "--num-layers 0: must be at least 1"),
+    ({"num_layers": "4"}, "--num-layers '4': must be of type int"),
+    ({"num_layers": True}, "--num-layers True: must be of type int"),
+    ({"hidden_size": 30}, "--hidden-size 30 is not divisible by --num-attention-heads 4"),
+    ({"num_query_groups": 3}, "--num-attention-heads 4 is not divisible by --num-query-groups 3"),
+    ({"max_position_embeddings": 8}, "--seq-length 16 is above --max-position-embeddings 8"),
+    ({"normalization": "BatchNorm"}, "--normalization BatchNorm: must be one of LayerNorm, RMSNorm"),
+    ({"hidden_dropout": 1.0}, "--hidden-dropout 1.0: must be below 1"),
+    ({"attention_dropout": -0.1}, "--attention-dropout -0.1: must be at least 0"),
+    ({"label_smoothing": 1}, "--label-smoothing 1: must be below 1"),
+    ({"norm_epsilon": float("nan")}, "--norm-epsilon nan: must be a finite number"),
+    ({"norm_epsilon": 0.0}, "--norm-epsilon 0.0: must be above 0"),
+    ({"rotary_percent": 1.5}, "--rotary-percent 1.5: must be at most 1"),
+    ({"rotary_percent": 0.4, "position_embedding_type": "rope"}, "is 3 elements: rotary positions need an even number"),
+    ({"use_rope_scaling": True}, "--use-rope-scaling needs --position-embedding-type rope, not learned_absolute"),
+    ({"rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be above --rope-low-freq-factor 1.0"),
+    ({"hidden_size": 16, "activation": "swiglu"}, "--hidden-size 16 is too small"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), MODEL_FAULTS)
+def test_a_model_that_cannot_be_is_refused(changes, message):
+    with pytest.raises(ValueError) as wrong:
+        model(**changes)
+    assert message in str(wrong.value)
+    assert "\n" not in str(wrong.value)
+
+
+SECTION_FAULTS = [
+    (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 0: must be at least 1"),
+    (ParallelConfig, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: must be 1"),
+    (ParallelConfig, {"expert_model_parallel_size": 2}, "comes with MoE"),
+    (ParallelConfig, {"pipeline_schedule": "x"}, "--pipeline-schedule x: must be one of 1f1b, gpipe"),
+    (BatchConfig, {"micro_batch_size": 0}, "--micro-batch-size 0: must be at least 1"),
+    (
+        BatchConfig,
+        {"micro_batch_size": 1, "train_iters": 5, "train_samples": 9},
+        "--train-iters 5 and --train-samples 9: give one",
+    ),
+    (OptimizerConfig, {"adam_beta2": 1.0}, "--adam-beta2 1.0: must be below 1"),
+    (OptimizerConfig, {"clip_grad": -1.0}, "--clip-grad -1.0: must be at least 0"),
+    (OptimizerConfig, {"zero_stage": 2}, "--zero-stage 2: must be 0 or 1"),
+    (ScheduleConfig, {"lr": 0.1, "min_lr": 0.2}, "--min-lr 0.2 is above --lr 0.1"),
+    (ScheduleConfig, {"lr": 0.1, "lr_warmup_init": 0.2}, "--lr-warmup-init 0.2 is above --lr 0.1"),
+    (
+        ScheduleConfig,
+        {"lr_warmup_fraction": 0.1, "lr_warmup_iters": 3},
+        "--lr-warmup-fraction 0.1 and --lr-warmup-iters 3: give one",
+    ),
+    (
+        ScheduleConfig,
+        {"lr_warmup_fraction": 0.1, "lr_warmup_samples": 3},
+        "--lr-warmup-fraction 0.1 and --lr-warmup-samples 3: give one",
+    ),
+    (ScheduleConfig, {"lr_warmup_fraction": 1.0}, "--lr-warmup-fraction 1.0: must be below 1"),
+    (ScheduleConfig, {"lr_decay_iters": 0}, "--lr-decay-iters 0: must be at least 1"),
+    (ScheduleConfig, {"lr_decay_style": "WSD"}, "WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples"),
+    (ScheduleConfig, {"start_weight_decay": 0.1}, "constant excludes --start-weight-decay and --end-weight-decay"),
+    (ScheduleConfig, {"weight_decay_incr_style": "cosine"}, "cosine needs --start-weight-decay and"),
+    (
+        ScheduleConfig,
+        {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
+        "--end-weight-decay 0.1 is below --start-weight-decay 0.2",
+    ),
+    (PrecisionConfig, {"bf16": True, "fp64": True}, "--bf16 and --fp64: give one of them, not both"),
+    (RecomputeConfig, {"recompute_granularity": "full"}, "full needs --recompute-method uniform or block"),
+    (
+        RecomputeConfig,
+        {"recompute_granularity": "selective", "recompute_method": "block"},
+        "--recompute-method block goes only with --recompute-granularity full",
+    ),
+    (RecomputeConfig, {"recompute_num_layers": 1}, "--recompute-num-layers 1 goes only with"),
+    (DataConfig, {"mock_data": True, "data_path": ("a",)}, "--mock-data and --data-path a: give one"),
+    (DataConfig, {"data_path": ("0.3", "a", "0.7", "b")}, "blends are not available yet"),
+    (DataConfig, {"split": "0,0,0"}, "--split 0,0,0: must be up to three weights"),
+    (DataConfig, {"split": "1,2,3,4"}, "--split 1,2,3,4: must be up to three weights"),
+    (DataConfig, {"num_workers": -1}, "--num-workers -1: must be at least 0"),
+    (CheckpointConfig, {"save": "x"}, "--save x needs --save-interval"),
+    (CheckpointConfig, {"save": "x", "save_interval": 0}, "--save-interval 0: must be at least 1"),
+    (CheckpointConfig, {"auto_resume": True}, "--auto-resume needs --save"),
+    (CheckpointConfig, {"ckpt_step": 3}, "--ckpt-step 3 needs --load"),
+    (RunConfig, {"kernel": ("adam=fast",)}, "--kernel adam=fast: must be OP=triton or OP=torch"),
+    (RunConfig, {"world_size": 0}, "--world-size 0: must be at least 1"),
+]
+
+
+@pytest.mark.parametrize(("section", "values", "message"), SECTION_FAULTS)
+def test_a_section_that_cannot_be_is_refused(section, values, message):
+    with pytest.raises(ValueError) as wrong:
+        section(**values)
+    assert message in str(wrong.value)
+    assert "\n" not in str(wrong.value)
+
+
+@pytest.mark.parametrize(
+    ("split", "weights"),
+    [("969,30,1", (969, 30, 1)), ("'99,1,0'", (99, 1, 0)), ("969, 30, 1", (969, 30, 1)), ("0.9,.1", (0.9, 0.1, 0)),
+     ("100", (100, 0, 0)), ("1e2,1,1", (100, 1, 1))],
+)  # fmt: skip
+def test_split_weights_are_the_numbers_in_the_text(split, weights):
+    assert DataConfig(split=split).split_weights == weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensor", "words"),
+    [
+        ({"num_attention_heads": 6, "hidden_size": 48}, 4, "--num-attention-heads 6"),
+        ({"ffn_hidden_size": 30}, 4, "--ffn-hidden-size 30"),
+        ({"num_query_groups": 2}, 4, "--num-query-groups 2"),
+        ({"seq_length": 18}, 4, "--seq-length 18"),
+    ],
+)
+def test_c079_sizes_that_tensor_ranks_cannot_cut_are_refused_by_name(changes, tensor, words):
+    with pytest.raises(ValueError) as wrong:
+        config(changes, parallel=ParallelConfig(tensor_model_parallel_size=tensor))
+    assert str(wrong.value) == f"{words} is not divisible by --tensor-model-parallel-size {tensor}"
+
+
+def test_c057_stages_may_be_uneven_but_never_empty():
+    config({"num_layers": 5}, parallel=ParallelConfig(pipeline_model_parallel_size=4))
+    with pytest.raises(ValueError, match="--num-layers 3 is below --pipeline-model-parallel-size 4"):
+        config({"num_layers": 3}, parallel=ParallelConfig(pipeline_model_parallel_size=4))
+
+
+def test_more_layers_recomputed_than_there_are_is_refused():
+    recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=5)
+    with pytest.raises(ValueError, match="--recompute-num-layers 5 is above --num-layers 4"):
+        config(recompute=recompute)
+
+
+def in_iterations(**schedule) -> Config:
+    return config(batch=BatchConfig(micro_batch_size=2, train_iters=10), schedule=ScheduleConfig(**schedule))
+
+
+def in_samples(**schedule) -> Config:
+    return config(batch=BatchConfig(micro_batch_size=2, train_samples=100), schedule=ScheduleConfig(**schedule))
+
+
+@pytest.mark.parametrize("name", ["lr_decay_samples", "lr_warmup_samples", "lr_wsd_decay_samples"])
+def test_c126_iterations_with_a_length_in_samples_names_both_flags(name):
+    with pytest.raises(ValueError, match=f"--train-iters 10 and --{name.replace('_', '-')} 4"):
+        in_iterations(**{name: 4})
+
+
+@pytest.mark.parametrize("name", ["lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters"])
+def test_c126_samples_with_a_length_in_iterations_names_both_flags(name):
+    with pytest.raises(ValueError, match=f"--train-samples 100 and --{name.replace('_', '-')} 4"):
+        in_samples(**{name: 4})
+
+
+def test_c126_a_run_in_samples_takes_the_ceiling_of_steps():
+    batch = BatchConfig(micro_batch_size=2, train_samples=100)
+    assert [batch.iterations(size) for size in (8, 10, 100, 101)] == [13, 10, 1, 1]
+    assert BatchConfig(micro_batch_size=2, train_iters=7).iterations(8) == 7
+    with pytest.raises(ValueError, match="give --train-iters or --train-samples"):
+        BatchConfig(micro_batch_size=2).iterations(8)
+
+
+def test_warmup_ends_before_the_decay():
+    in_iterations(lr_warmup_iters=9)
+    in_samples(lr_warmup_fraction=0.99)
+    with pytest.raises(ValueError, match="--lr-warmup-iters 10 must be below --train-iters 10"):
+        in_iterations(lr_warmup_iters=10)
+    with pytest.raises(ValueError, match="--lr-warmup-iters 5 must be below --lr-decay-iters 5"):
+        in_iterations(lr_warmup_iters=5, lr_decay_iters=5)
+    with pytest.raises(ValueError, match="--lr-warmup-samples 100 must be below --train-samples 100"):
+        in_samples(lr_warmup_samples=100)
+
+
+def test_the_tail_of_wsd_fits_between_warmup_and_end():
+    in_iterations(lr_decay_style="WSD", lr_warmup_iters=4, lr_wsd_decay_iters=6)
+    with pytest.raises(ValueError, match="--lr-wsd-decay-iters 7 and a warm-up of 4 do not fit into --train-iters 10"):
+        in_iterations(lr_decay_style="WSD", lr_warmup_iters=4, lr_wsd_decay_iters=7)
+
+
+def test_a_world_that_the_layout_does_not_fill_is_refused():
+    cut = config(parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2))
+    assert cut.parallel.data_size(8) == 2
+    check_world(cut, 8)
+    for world in (0, 1, 2, 6):
+        with pytest.raises(ValueError, match=f"world size {world} is not a multiple of --tensor-model-parallel-size 2"):
+            check_world(cut, world)
+
+
+def test_c137_a_batch_that_is_not_filled_shows_the_equation():
+    wrong_batch = config(batch=BatchConfig(micro_batch_size=2, global_batch_size=7))
+    with pytest.raises(ValueError) as wrong:
+        check_world(wrong_batch, 2)
+    assert str(wrong.value) == (
+        "--global-batch-size 7 must be --micro-batch-size 2 x accumulation x data size 2, but 7 / (2 x 2) = 1.75"
+    )
+
+
+def test_micro_batches_fill_the_global_batch():
+    batch = BatchConfig(micro_batch_size=2, global_batch_size=24)
+    assert [batch.micro_batches(data) for data in (1, 2, 3, 4, 6, 12)] == [12, 6, 4, 3, 2, 1]
+    assert BatchConfig(micro_batch_size=3).global_batch(4) == 12
+    assert BatchConfig(micro_batch_size=3).micro_batches(4) == 1
+    with pytest.raises(ValueError, match="= 0.5"):
+        BatchConfig(micro_batch_size=2, global_batch_size=2).micro_batches(2)
+
+
+def full() -> Config:
+    return config(
+        {"position_embedding_type": "rope", "rotary_base": 5e5},
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
+        batch=BatchConfig(micro_batch_size=2, train_samples=100, exit_duration_in_mins=1.5),
+        schedule=ScheduleConfig(lr=3e-4, lr_warmup_samples=5),
+        data=DataConfig(data_path=("corpus",)),
+        run=RunConfig(kernel=("adam=torch", "layer_norm=triton")),
+    )
+
+
+def test_json_there_and_back_is_the_same_configuration():
+    for one in (config(), full()):
+        assert Config.from_json(one.to_json()) == one
+    assert list(json.loads(full().to_json())) == list(SECTIONS)
+
+
+def test_json_of_another_version_is_read_or_refused_by_name():
+    sections = json.loads(full().to_json())
+    del sections["run"], sections["model"]["qk_layernorm"]
+    assert Config.from_json(json.dumps(sections)).model == full().model
+    for change, message in (
+        ({"future": {}}, "a configuration is a dict of the sections"),
+        ({"model": sections["model"] | {"depth": 3}}, "section model of the configuration: unknown setting 'depth'"),
+        ({"batch": {}}, "section batch of the configuration: setting 'micro_batch_size' is missing"),
+        ({"batch": 3}, "section batch of the configuration: must be a dict"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Config.from_json(json.dumps(sections | change))

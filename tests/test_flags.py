@@ -1,0 +1,328 @@
+"""The command line: every kind of flag, every alias, and one line for whatever cannot be."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megazero.config import SECTIONS, Config
+from megazero.flags import (
+    ACCEPTED_FLAGS,
+    HARMLESS,
+    REFUSED_FLAGS,
+    RENAMED,
+    SETS,
+    UsageError,
+    all_settings,
+    help_text,
+    parse,
+)
+
+SHAPE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 97"
+BASE = f"{SHAPE} --micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data"
+
+# The flags that most public launch scripts of the two families pass.
+MOST_USED = """num-layers hidden-size num-attention-heads max-position-embeddings init-method-std ffn-hidden-size
+    normalization disable-bias-linear untie-embeddings-and-output-weights position-embedding-type rotary-base
+    use-mcore-models tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel
+    use-distributed-optimizer overlap-grad-reduce overlap-param-gather micro-batch-size global-batch-size seq-length
+    train-iters exit-duration-in-mins train-tokens train-samples clip-grad weight-decay adam-beta1 adam-beta2 lr min-lr
+    lr-decay-style lr-decay-tokens override-opt-param-scheduler lr-warmup-tokens fp16 hysteresis bf16
+    checkpoint-activations deepspeed-activation-checkpointing split data-path vocab-file merge-file data-impl
+    num-workers tokenizer-type save-interval save load log-interval tensorboard-dir log-timers-to-tensorboard
+    log-validation-ppl-to-tensorboard tensorboard-queue-size log-batch-size-to-tensorboard eval-interval eval-iters
+    deepspeed deepspeed-config zero-stage""".split()
+
+
+def parsed(words: str) -> Config:
+    return parse(f"{BASE} {words}".split())[0]
+
+
+def fault(words: str) -> str:
+    """The one line that a command line is refused with."""
+    with pytest.raises(UsageError) as wrong:
+        parse(words.split())
+    assert "\n" not in str(wrong.value)
+    return str(wrong.value)
+
+
+def kinds_of(name: str) -> list[str]:
+    own = {setting.replace("_", "-") for setting in all_settings()}
+    tables = {"honoured": own, "alias": {*RENAMED, *SETS}, "accepted": ACCEPTED_FLAGS, "refused": REFUSED_FLAGS}
+    return [kind for kind, names in tables.items() if name in names]
+
+
+@pytest.mark.parametrize("name", MOST_USED)
+def test_every_much_used_flag_has_one_kind(name):
+    assert len(kinds_of(name)) == 1
+
+
+def test_no_flag_has_two_kinds():
+    own = [setting.replace("_", "-") for setting in all_settings()]
+    for name in {*own, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS}:
+        assert len(kinds_of(name)) == 1, name
+    assert set(HARMLESS) <= set(REFUSED_FLAGS)
+
+
+def test_a_plain_command_line_is_the_defaults():
+    config, notices = parse(BASE.split())
+    assert notices == []
+    assert (config.model.num_layers, config.model.vocab_size, config.schedule.lr) == (4, 97, 1e-3)
+    assert config.model.normalization == "LayerNorm"
+    assert config.data.mock_data
+
+
+# A value for each field that the usual one of its type does not fit, and flags without which a field makes no sense.
+VALUES = {
+    "hidden_size": "64", "num_attention_heads": "8", "seq_length": "8", "lr": "0.25", "min_lr": "1e-4",
+    "lr_warmup_init": "1e-4", "expert_model_parallel_size": "1", "zero_stage": "0", "kernel": "adam=torch",
+    "split": "8,1,1", "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
+}  # fmt: skip
+ALONG = {
+    "max_position_embeddings": "--seq-length 2",
+    "use_rope_scaling": "--position-embedding-type rope",
+    "lr_decay_style": "--lr-wsd-decay-iters 2",
+    "start_weight_decay": "--weight-decay-incr-style linear --end-weight-decay 9",
+    "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0",
+    "weight_decay_incr_style": "--start-weight-decay 0 --end-weight-decay 1",
+    "recompute_granularity": "--recompute-method uniform",
+    "recompute_method": "--recompute-granularity full",
+    "recompute_num_layers": "--recompute-granularity full --recompute-method uniform",
+    "save": "--save-interval 3",
+    "auto_resume": "--save x --save-interval 3",
+    "ckpt_step": "--load x",
+    "world_size": "--print-layout",
+}
+WITHOUT = {"data_path": "--mock-data", "train_samples": "--train-iters 10"}
+
+
+@pytest.mark.parametrize("setting", all_settings().values(), ids=list(all_settings()))
+def test_every_field_is_honoured(setting):
+    usual = {bool: "", int: "2", float: "0.5", str: setting.choices[-1] if setting.choices else "text"}
+    word = VALUES.get(setting.name, usual[setting.kind])
+    base = BASE.replace(WITHOUT.get(setting.name, "no such flag"), "")
+    if setting.name.startswith("lr_") and setting.name.endswith("_samples"):
+        base = BASE.replace("--train-iters 10", "--train-samples 100")
+    config, _ = parse(f"{base} {ALONG.get(setting.name, '')} --{setting.name.replace('_', '-')} {word}".split())
+    value = True if setting.kind is bool else setting.kind(word)
+    assert vars(vars(config)[setting.section])[setting.name] == ((value,) if setting.many else value)
+
+
+@pytest.mark.parametrize(
+    ("words", "section", "expected"),
+    [
+        ("--num-key-value-heads 2", "model", {"num_query_groups": 2}),
+        ("--layernorm-epsilon 1e-6", "model", {"norm_epsilon": 1e-6}),
+        ("--rotary-position-embeddings-theta 500000", "model", {"rotary_base": 500000}),
+        ("--use-rotary-position-embeddings", "model", {"position_embedding_type": "rope"}),
+        ("--use-rotary-position-embeddings --no-position-embedding", "model", {"position_embedding_type": "rope"}),
+        ("--no-position-embedding --position-embedding-type rope", "model", {"position_embedding_type": "rope"}),
+        ("--no-position-embedding", "model", {"position_embedding_type": "none"}),
+        ("--swiglu", "model", {"activation": "swiglu"}),
+        ("--swiglu --no-bias-gelu-fusion", "model", {"activation": "swiglu"}),
+        ("--squared-relu", "model", {"activation": "squared_relu"}),
+        ("--openai-gelu", "model", {"activation": "gelu_tanh"}),
+        ("--no-bias-gelu-fusion", "model", {"activation": "gelu"}),
+        ("--moe-expert-parallel-size 1", "parallel", {"expert_model_parallel_size": 1}),
+        ("--override-opt_param-scheduler", "schedule", {"override_opt_param_scheduler": True}),
+        (
+            "--checkpoint-activations",
+            "recompute",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        (
+            "--checkpoint-activations --checkpoint-num-layers 2",
+            "recompute",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+        ),
+        (
+            "--checkpoint-activations --activations-checkpoint-method block --activations-checkpoint-num-layers 3",
+            "recompute",
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
+        ),
+        (
+            "--activations-checkpoint-method uniform",
+            "recompute",
+            {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        ),
+        ("--recompute-activations", "recompute", {"recompute_granularity": "selective", "recompute_method": None}),
+    ],
+)
+def test_an_alias_sets_its_fields(words, section, expected):
+    values = vars(vars(parsed(words))[section])
+    assert {name: values[name] for name in expected} == expected
+
+
+def test_every_alias_is_tested_above():
+    tested = Path(__file__).read_text(encoding="utf-8")
+    for name in {*RENAMED, *SETS}:
+        assert f"--{name}" in tested, name
+
+
+def test_spelling_is_tolerant_where_it_cannot_mislead():
+    same = parsed("--train_iters=12 --normalization rmsnorm --lr-decay-style COSINE")
+    assert (same.batch.train_iters, same.model.normalization, same.schedule.lr_decay_style) == (12, "RMSNorm", "cosine")
+    assert parse([*BASE.split(), "--split", "'99,1,0'"])[0].data.split_weights == (99, 1, 0)
+    assert parse([*BASE.split(), "--split", "969, 30, 1"])[0].data.split_weights == (969, 30, 1)
+    assert parsed("--zero-stage 1.0").optimizer.zero_stage == 1
+    words = BASE.replace("--train-iters 10", "--train-samples 1e6")
+    assert parse(words.split())[0].batch.train_samples == 1_000_000
+    assert isinstance(parse(words.split())[0].batch.train_samples, int)
+
+
+def test_the_last_of_equal_flags_counts():
+    assert parsed("--num-layers 8 --num_layers 6").model.num_layers == 6
+    assert not parsed("--bf16 --no-bf16").precision.bf16
+    assert parsed("--no-bf16 --bf16").precision.bf16
+    assert parsed("--no-load-optim").checkpoint.no_load_optim
+
+
+def test_kernels_can_be_chosen_one_by_one():
+    assert parsed("--kernel adam=torch --kernel layer_norm=triton").run.kernel == ("adam=torch", "layer_norm=triton")
+    assert parsed("--kernels torch").run.kernels == "torch"
+
+
+def test_a_weight_before_a_single_prefix_is_dropped():
+    words = BASE.replace("--mock-data", "--data-path 1.0 corpus")
+    assert parse(words.split())[0].data.data_path == ("corpus",)
+    assert "blends are not available yet" in fault(BASE.replace("--mock-data", "--data-path 0.5 a 0.5 b"))
+
+
+def test_accepted_flags_are_told_once_with_their_reasons():
+    _, notices = parse(
+        f"{BASE} --use-mcore-models --sequence-parallel --DDP-impl local --data-impl mmap --hysteresis 2 "
+        "--local_rank=3 --context-parallel-size 1 --num-experts 1 --zero-stage 0 --sequence-parallel".split()
+    )
+    assert len(notices) == 1
+    assert "--use-mcore-models, --DDP-impl, --data-impl (there is one implementation of each part)" in notices[0]
+    assert "--sequence-parallel (the sequence is always cut over the tensor ranks between layers)" in notices[0]
+    assert "--context-parallel-size, --num-experts (this value asks for nothing)" in notices[0]
+    assert "--zero-stage 0" in notices[0]
+    assert notices[0].count("--sequence-parallel") == 1
+
+
+@pytest.mark.parametrize("name", list(ACCEPTED_FLAGS))
+def test_an_accepted_flag_changes_nothing(name):
+    arity = ACCEPTED_FLAGS[name][1]
+    config, notices = parse([*BASE.split(), f"--{name}", *({"": [], "=": ["1"]}[arity])])
+    assert config == parse(BASE.split())[0]
+    assert f"--{name}" in notices[0]
+
+
+@pytest.mark.parametrize("name", list(REFUSED_FLAGS))
+def test_a_refused_flag_names_what_is_missing(name):
+    message = fault(f"{BASE} --{name} 7 8")
+    assert message == f"--{name} 7 8: not available yet: {REFUSED_FLAGS[name][0]}"
+
+
+def test_all_refusals_come_at_once():
+    message = fault(f"{BASE} --fp16 --deepspeed --deepspeed_config=ds.json --zero-stage 1 --train-tokens 5")
+    assert "--fp16: not available yet: half precision with loss scaling" in message
+    assert "--deepspeed_config ds.json: not available yet: reading a DeepSpeed configuration" in message
+    assert "--train-tokens 5: not available yet: counting a run in tokens" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--hiden-size 3", "unknown flag --hiden-size; did you mean --hidden-size?"),  # C137
+        ("--num_layer 3", "unknown flag --num_layer; did you mean --num-layers?"),
+        ("--swigul", "unknown flag --swigul; did you mean --swiglu?"),
+        ("--qqqqqqqqq", "unknown flag --qqqqqqqqq"),
+        ("--train-iter 3", "unknown flag --train-iter; did you mean --train-iters?"),  # never an abbreviation
+        ("--num-layers 2.5", "--num-layers 2.5: must be a whole number"),
+        ("--num-layers four", "--num-layers four: must be a whole number"),
+        ("--num-layers 0", "--num-layers 0: must be at least 1"),
+        ("--num-layers", "--num-layers takes one value, but got none"),
+        ("--num-layers 3 4", "--num-layers takes one value, but got 3 4"),
+        ("--lr nan", "--lr nan: must be a number"),
+        ("--lr 1e999", "--lr inf: must be a finite number"),
+        ("--lr -1", "--lr -1.0: must be at least 0"),
+        ("--bf16 true", "--bf16 is a switch and takes no value, but got true"),
+        ("--bf16=1", "--bf16 is a switch and takes no value, but got 1"),
+        ("--swiglu yes", "--swiglu is a switch and takes no value, but got yes"),
+        ("--use-mcore-models yes", "--use-mcore-models is a switch and takes no value, but got yes"),
+        ("--data-impl", "--data-impl takes one value, but got none"),
+        ("--lr-decay-style step", "--lr-decay-style step: must be one of constant, linear, cosine"),
+        ("--optimizer sgd", "--optimizer sgd: must be one of adam"),
+        ("--layernorm-epsilon 0", "--layernorm-epsilon 0.0: must be above 0"),
+        ("--num-key-value-heads 3", "--num-attention-heads 4 is not divisible by --num-key-value-heads 3"),
+        ("--swiglu --squared-relu", "--swiglu and --squared-relu contradict each other about --activation"),
+        ("--activation gelu --swiglu", "--activation and --swiglu contradict each other"),
+        ("--num-query-groups 2 --num-key-value-heads 4", "--num-query-groups and --num-key-value-heads contradict"),
+        ("--no-position-embedding --position-embedding-type learned_absolute", "--no-position-embedding and"),
+        ("--no-pipeline-parallel --pipeline-model-parallel-size 2", "--no-pipeline-parallel and --pipeline-model-par"),
+        ("--checkpoint-activations --recompute-granularity selective", "--checkpoint-activations and --recompute-gra"),
+        ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
+        ("--world-size 8", "--world-size goes with --print-layout"),
+        (
+            "--moe-expert-parallel-size 2",
+            "--moe-expert-parallel-size 2: must be 1, for expert parallelism comes with MoE",
+        ),
+        ("--zero-stage 3", "--zero-stage 3: must be 0 or 1"),
+        ("--data-path corpus", "--mock-data and --data-path corpus: give one of them"),
+        ("--lr-warmup-samples 3", "--train-iters 10 and --lr-warmup-samples 3"),  # C126
+        ("--save x", "--save x needs --save-interval"),
+    ],
+)
+def test_what_cannot_be_is_one_line(words, message):
+    assert fault(f"{BASE} {words}").startswith(message)
+
+
+def test_a_word_before_the_first_flag_is_refused():
+    assert fault("train --num-layers 4") == "unexpected word 'train' before the first flag"
+
+
+def test_missing_flags_are_listed_together():
+    assert fault("") == (
+        "missing: --num-layers, --hidden-size, --num-attention-heads, --seq-length, --micro-batch-size, --lr, "
+        "--train-iters (or --train-samples), --data-path (or --mock-data), --vocab-size"
+    )
+    assert fault(BASE.replace("--vocab-size 97", "--tokenizer-type NullTokenizer")) == "missing: --vocab-size"
+    assert fault(BASE.replace("--train-iters 10", "")) == "missing: --train-iters (or --train-samples)"
+
+
+def test_a_command_that_only_prints_needs_less():
+    layout, _ = parse(f"{SHAPE} --print-layout --world-size 8 --tensor-model-parallel-size 2".split())
+    assert layout.run.world_size == 8
+    parse(f"{BASE.replace('--mock-data', '')} --print-lr 5".split())
+    parse(f"{SHAPE} --micro-batch-size 1 --print-config".split())
+    assert fault(f"{SHAPE} --micro-batch-size 1 --print-lr 5") == "missing: --lr, --train-iters (or --train-samples)"
+
+
+def test_c053_the_command_line_counts_more_than_a_base_and_a_base_more_than_a_default():
+    base = parsed("--log-interval 7 --hidden-dropout 0.3 --swiglu")
+    config, _ = parse("--log-interval 3".split(), base)
+    assert (config.logging.log_interval, config.model.hidden_dropout, config.logging.tensorboard_queue_size) == (
+        3,
+        0.3,
+        1000,
+    )
+    assert config.model == base.model
+    with pytest.raises(UsageError, match="--hidden-size 30 is not divisible"):
+        parse("--hidden-size 30".split(), base)
+
+
+def test_help_shows_every_flag(capsys):
+    with pytest.raises(SystemExit) as left:
+        parse(["--help"])
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    assert text.strip() == help_text().strip()
+    for name in (*all_settings(), *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS):
+        assert f"--{name.replace('_', '-')}" in text
+    for section in SECTIONS:
+        assert f"\n{section}: " in text
+    assert max(len(line) for line in text.splitlines()) <= 125
+
+
+def test_a_command_line_is_read_in_no_time():
+    words = f"{BASE} --use-mcore-models --bf16 --tensor-model-parallel-size 2 --save x --save-interval 5".split()
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        parse(words)
+        best = min(best, time.perf_counter() - start)
+    assert best < 0.1  # some 4 ms when it was written
