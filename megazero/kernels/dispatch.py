@@ -1,0 +1,70 @@
+"""Which implementation of an op runs: a Triton kernel or plain torch.
+
+The choice is made from the tensor and from what the caller asked, never from the environment or a global. This is
+the only file that imports triton: where there is no wheel for a machine, everything runs on the torch path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+IMPLS = ("auto", "triton", "torch")
+OPS = ("layer_norm", "rms_norm")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The implementation of each op: one for all (`--kernels`) and exceptions for some (`--kernel OP=IMPL`).
+
+    Raises ValueError for an unknown op or implementation, and for "triton" where triton is not installed.
+    """
+
+    default: str = "auto"
+    exceptions: tuple[str, ...] = ()  # each "OP=IMPL"; the last one for an op counts
+
+    def __post_init__(self) -> None:
+        _check_impl("--kernels ", self.default)
+        for text in self.exceptions:
+            op, _, impl = text.partition("=")
+            if op not in OPS:
+                raise ValueError(f"--kernel {text}: no op {op!r}; it is OP=IMPL with OP one of {', '.join(OPS)}")
+            _check_impl(f"--kernel {op}=", impl)
+
+    def impl(self, op: str) -> str:
+        """What to hand to the op as `impl`."""
+        assert op in OPS, op
+        return dict(text.split("=") for text in self.exceptions).get(op, self.default)
+
+
+def use_triton(x: Tensor, impl: str) -> bool:
+    """Whether `impl` means the Triton kernel for a tensor like x; "auto" means it on a GPU where triton is installed.
+
+    Raises ValueError for "triton" where the kernel cannot run.
+    """
+    if impl == "auto":
+        return x.is_cuda and triton is not None
+    _check_impl("impl ", impl)
+    if impl == "triton" and not x.is_cuda and not triton.knobs.runtime.interpret:
+        raise ValueError(f"impl 'triton' needs a CUDA tensor, not one on {x.device} (or triton's interpreter)")
+    return impl == "triton"
+
+
+def jit(function: Callable) -> Callable:
+    """triton.jit; the bare function where triton is not installed, and then nothing calls it."""
+    return function if triton is None else triton.jit(function)
+
+
+def _check_impl(flag: str, impl: str) -> None:
+    if impl not in IMPLS:
+        raise ValueError(f"{flag}{impl!r}: it is one of {', '.join(IMPLS)}")
+    if impl == "triton" and triton is None:
+        raise ValueError(f"{flag}{impl!r}: triton is not installed here (pip install triton); 'torch' needs none")

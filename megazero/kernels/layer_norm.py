@@ -1,0 +1,184 @@
+"""layer_norm over the last dim:  y = xhat * weight + bias,  xhat = (x - mean) * rstd,  rstd = (var + eps)^-1/2.
+
+    g  = dy * weight
+    dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
+    dweight = sum(dy * xhat),  dbias = sum(dy)          over rows
+
+Statistics in fp32 (fp64 for fp64); sums over rows are deterministic: one partial row a program, added up by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .dispatch import jit, tl, use_triton
+from .rows import BACKWARD_LIMIT, FORWARD_LIMIT, PARTIALS, blocks, row_start, rows_of, statistics_dtype
+
+
+def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """The op in plain formulas: what the kernel and torch's fused op must equal."""
+    wide = x.to(statistics_dtype(x.dtype))
+    centred = wide - wide.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (centred * rstd * weight + bias).to(x.dtype)
+
+
+@jit
+def _moments(
+    x_ptr, mean_ptr, rstd_ptr, hidden, eps, x_inner, x_outer_stride, x_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """mean and rstd of one row that is wider than a block."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row_start(row, x_inner, x_outer_stride, x_inner_stride)
+    total = tl.zeros((BLOCK,), STATISTICS)
+    for start in range(0, hidden, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        total += tl.load(x_ptr + at, mask=at < hidden, other=0.0).to(STATISTICS)
+    mean = tl.sum(total, 0) / hidden
+    total = tl.zeros((BLOCK,), STATISTICS)
+    for start in range(0, hidden, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < hidden, other=0.0).to(STATISTICS)
+        centred = tl.where(at < hidden, x - mean, 0.0)
+        total += centred * centred
+    tl.store(mean_ptr + row, mean)
+    tl.store(rstd_ptr + row, 1.0 / tl.sqrt(tl.sum(total, 0) / hidden + eps))
+
+
+@jit
+def _forward(
+    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, hidden, eps, x_inner, x_outer_stride, x_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """One block of one row; its statistics are taken here if the block is the WHOLE row, else read."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < hidden
+    x_ptr += row_start(row, x_inner, x_outer_stride, x_inner_stride)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+    if WHOLE:
+        mean = tl.sum(x, 0) / hidden
+        centred = tl.where(mask, x - mean, 0.0)
+        rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+        tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+    else:
+        centred = x - tl.load(mean_ptr + row)
+        rstd = tl.load(rstd_ptr + row)
+    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+    b = tl.load(b_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+    tl.store(y_ptr + row * hidden + at, centred * rstd * w + b, mask=mask)
+
+
+@jit
+def _means(
+    x_ptr, w_ptr, dy_ptr, mean_ptr, rstd_ptr, mean_g_ptr, mean_gx_ptr, hidden,
+    x_inner, x_outer_stride, x_inner_stride, dy_inner, dy_outer_stride, dy_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """mean(g) and mean(g * xhat) of one row that is wider than a block."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row_start(row, x_inner, x_outer_stride, x_inner_stride)
+    dy_ptr += row_start(row, dy_inner, dy_outer_stride, dy_inner_stride)
+    mean = tl.load(mean_ptr + row)
+    rstd = tl.load(rstd_ptr + row)
+    total_g = tl.zeros((BLOCK,), STATISTICS)
+    total_gx = tl.zeros((BLOCK,), STATISTICS)
+    for start in range(0, hidden, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        mask = at < hidden
+        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+        g *= tl.load(w_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+        xhat = (tl.load(x_ptr + at, mask=mask, other=0.0).to(STATISTICS) - mean) * rstd
+        total_g += g
+        total_gx += g * xhat
+    tl.store(mean_g_ptr + row, tl.sum(total_g, 0) / hidden)
+    tl.store(mean_gx_ptr + row, tl.sum(total_gx, 0) / hidden)
+
+
+@jit
+def _backward(
+    x_ptr, w_ptr, dy_ptr, dx_ptr, mean_ptr, rstd_ptr, mean_g_ptr, mean_gx_ptr, dw_ptr, db_ptr, rows, each, hidden,
+    x_inner, x_outer_stride, x_inner_stride, dy_inner, dy_outer_stride, dy_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+):  # fmt: skip
+    """One block of `each` rows: their dx, and the sum of their dweight and dbias as one partial row."""
+    program = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < hidden
+    w = tl.load(w_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+    dw = tl.zeros((BLOCK,), STATISTICS)
+    db = tl.zeros((BLOCK,), STATISTICS)
+    for row in range(program * each, min(program * each + each, rows)):
+        x_start = row_start(row, x_inner, x_outer_stride, x_inner_stride)
+        dy_start = row_start(row, dy_inner, dy_outer_stride, dy_inner_stride)
+        x = tl.load(x_ptr + x_start + at, mask=mask, other=0.0).to(STATISTICS)
+        dy = tl.load(dy_ptr + dy_start + at, mask=mask, other=0.0).to(STATISTICS)
+        rstd = tl.load(rstd_ptr + row)
+        xhat = (x - tl.load(mean_ptr + row)) * rstd
+        g = dy * w
+        if WHOLE:
+            mean_g = tl.sum(g, 0) / hidden
+            mean_gx = tl.sum(g * xhat, 0) / hidden
+        else:
+            mean_g = tl.load(mean_g_ptr + row)
+            mean_gx = tl.load(mean_gx_ptr + row)
+        tl.store(dx_ptr + row * hidden + at, rstd * (g - mean_g - xhat * mean_gx), mask=mask)
+        dw += dy * xhat
+        db += dy
+    tl.store(dw_ptr + program * hidden + at, dw, mask=mask)
+    tl.store(db_ptr + program * hidden + at, db, mask=mask)
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        rows, hidden = rows_of(x), x.shape[-1]
+        static = blocks(hidden, x.dtype, FORWARD_LIMIT)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        mean, rstd = torch.empty(2, rows.count, device=x.device, dtype=statistics_dtype(x.dtype))
+        if rows.count:
+            if not static["WHOLE"]:
+                _moments[(rows.count,)](rows.data, mean, rstd, hidden, eps, *rows.layout, **static)
+            _forward[(rows.count, -(-hidden // static["BLOCK"]))](
+                rows.data, weight, bias, y, mean, rstd, hidden, eps, *rows.layout, **static
+            )
+        ctx.save_for_backward(x, weight, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        rows, dy_rows, hidden = rows_of(x), rows_of(dy), x.shape[-1]
+        static = blocks(hidden, x.dtype, BACKWARD_LIMIT)
+        each = max(1, -(-rows.count // PARTIALS))
+        programs = -(-rows.count // each)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dw, db = torch.empty(2, programs, hidden, device=x.device, dtype=mean.dtype)
+        mean_g, mean_gx = torch.empty(2, 1 if static["WHOLE"] else rows.count, device=x.device, dtype=mean.dtype)
+        if rows.count:
+            if not static["WHOLE"]:
+                _means[(rows.count,)](
+                    rows.data, weight, dy_rows.data, mean, rstd, mean_g, mean_gx, hidden,
+                    *rows.layout, *dy_rows.layout, **static,
+                )  # fmt: skip
+            _backward[(programs, -(-hidden // static["BLOCK"]))](
+                rows.data, weight, dy_rows.data, dx, mean, rstd, mean_g, mean_gx, dw, db, rows.count, each, hidden,
+                *rows.layout, *dy_rows.layout, **static,
+            )  # fmt: skip
+        return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype), None
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, impl: str = "auto") -> Tensor:
+    """x [..., hidden], weight and bias [hidden] -> [..., hidden] in x's dtype.
+
+    `impl` as in dispatch.py; the torch path is torch's own fused op.
+    """
+    if use_triton(x, impl):
+        return _LayerNorm.apply(x, weight, bias, eps)
+    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

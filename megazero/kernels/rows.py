@@ -1,0 +1,76 @@
+"""Tensors seen as rows by the kernels that work along the last dim: any strides of the leading dims, 64-bit offsets.
+
+A row wider than one block is covered by several programs, so no width is too large.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .dispatch import jit, tl
+
+FORWARD_LIMIT, BACKWARD_LIMIT = 16384, 8192  # elements of a row that one program can hold without spilling registers
+PARTIALS = 512  # programs among which the rows are divided where a sum over rows is wanted
+
+
+class Rows(NamedTuple):
+    """x [..., hidden], contiguous in its last dim, as rows at r // inner * outer_stride + r % inner * inner_stride."""
+
+    data: Tensor
+    count: int
+    inner: int
+    outer_stride: int
+    inner_stride: int
+
+    @property
+    def layout(self) -> tuple[int, int, int]:
+        """The arguments of `row_start` after the row."""
+        return self.inner, self.outer_stride, self.inner_stride
+
+
+def rows_of(x: Tensor) -> Rows:
+    """x [..., hidden] as rows, without a copy where the leading dims amount to two strides (a transposed or expanded
+    [seq, batch, hidden], a slice) and the last dim is contiguous."""
+    dims: list[tuple[int, int]] = []  # (size, stride) of the leading dims, neighbours merged
+    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = (dims[-1][0] * size, stride)
+        else:
+            dims.append((size, stride))
+    count = x.shape[:-1].numel()
+    if len(dims) > 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+        return Rows(x.contiguous(), count, 1, x.shape[-1], 0)
+    if len(dims) == 2:
+        (_, outer_stride), (inner, inner_stride) = dims
+        return Rows(x, count, inner, outer_stride, inner_stride)
+    return Rows(x, count, 1, dims[0][1] if dims else 0, 0)
+
+
+@jit
+def row_start(row, inner, outer_stride, inner_stride):
+    """Offset of a row's first element; `row` is 64-bit, and so is the result."""
+    return row // inner * outer_stride + row % inner * inner_stride
+
+
+def blocks(hidden: int, dtype: torch.dtype, limit: int) -> dict:
+    """The compile-time arguments that every row kernel takes: block size, whether it holds the whole row, the dtype
+    of statistics, and the number of warps. `limit` is for 32-bit statistics."""
+    if dtype == torch.float64:
+        limit //= 2
+    block = min(limit, 1 << (hidden - 1).bit_length())
+    return {
+        "BLOCK": block,
+        "WHOLE": block >= hidden,
+        "STATISTICS": tl.float64 if dtype == torch.float64 else tl.float32,
+        "num_warps": min(16, max(1, block // 512)),
+    }
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

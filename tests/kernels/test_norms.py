@@ -1,0 +1,108 @@
+"""Layer norm and RMS norm: the Triton kernels (in the interpreter) and torch's fused ops equal the plain formulas."""
+
+import pytest
+import torch
+
+from megazero.kernels.layer_norm import layer_norm, layer_norm_reference
+from megazero.kernels.rms_norm import rms_norm, rms_norm_reference
+
+pytest.importorskip("triton")
+NORMS = {"layer_norm": (layer_norm, layer_norm_reference, 2), "rms_norm": (rms_norm, rms_norm_reference, 1)}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+WIDTHS = (1, 2, 3, 7, 33, 1000, 1024, 4097)
+
+
+def _values(run, x, parameters, dy):
+    """Output and the gradients of all inputs, as `run` computes them."""
+    leaves = [t.detach().requires_grad_() for t in (x, *parameters)]
+    y = run(*leaves)
+    assert y.dtype == x.dtype and y.shape == x.shape
+    y.backward(dy)
+    return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def _assert_same(name, impl, x, dy):
+    op, reference, count = NORMS[name]
+    parameters = [torch.randn(x.shape[-1]).to(x.dtype) for _ in range(count)]
+    got = _values(lambda *a: op(*a, 1e-5, impl), x, parameters, dy)
+    wanted = _values(lambda *a: reference(*a, 1e-5), x, parameters, dy)
+    tolerance = TOLERANCE[x.dtype]
+    for a, b in zip(got, wanted, strict=True):
+        assert a.dtype == b.dtype
+        # relative to the tensor's largest element: sums over a row cancel, and leave rounding of the row's size
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, b.abs().max().item()))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", NORMS)
+def test_any_width_equals_the_formulas(name, width, dtype):  # C145
+    torch.manual_seed(width)
+    x, dy = torch.randn(2, 3, 2, width).to(dtype).unbind(-2)
+    for impl in ("triton", "torch"):
+        _assert_same(name, impl, x, dy)
+
+
+@pytest.mark.parametrize("width", (9000, 20000, 70000))
+@pytest.mark.parametrize("name", NORMS)
+def test_rows_wider_than_a_block_are_normed_whole(name, width):  # C145
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 2, width)
+    x[:, 8500:] += 5.0  # what lies past the first block weighs
+    _assert_same(name, "triton", x, dy)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_more_rows_than_programs(name):
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 515, 3)
+    _assert_same(name, "triton", x, dy)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_any_strides(name):
+    torch.manual_seed(0)
+    dense = torch.randn(5, 4, 6, 16)
+    inputs = {
+        "transposed leading dims": dense[0].transpose(0, 1),
+        "a slice of each row": dense[0, :, :, 3:10],
+        "every second row": dense[0, :, ::2],
+        "expanded": dense[0, :1].expand(4, 6, 16),
+        "transposed rows": dense[0, 0].t(),
+        "three strides": dense[::2, ::2, ::2],
+        "one row": dense[0, 0, 0],
+    }
+    for x in inputs.values():
+        _assert_same(name, "triton", x, torch.randn(x.shape))
+        _assert_same(name, "triton", torch.randn(x.shape), x)
+        _assert_same(name, "triton", x, torch.ones(1).expand(x.shape))
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_no_rows(name):
+    x = torch.randn(0, 3, 8)
+    _, *gradients = _values(lambda *a: NORMS[name][0](*a, 1e-5, "triton"), x, [torch.ones(8)] * NORMS[name][2], x)
+    assert all(not g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_offsets_beyond_two_to_the_31(name):
+    far = torch.empty(2**31 + 128, dtype=torch.bfloat16)  # only the pages of two rows are ever touched
+    x = far.as_strided((2, 8), (2**31 + 64, 1))
+    x.copy_(torch.randn(2, 8))
+    _assert_same(name, "triton", x, torch.randn(2, 8).bfloat16())
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_of_large_values_stay_exact_enough(name):
+    torch.manual_seed(0)
+    x = (torch.randn(3, 1000) + 300).half()  # squares and sums are beyond fp16
+    _assert_same(name, "triton", x, torch.randn(3, 1000).half())
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_row_of_nan_stays_alone(name):
+    x = torch.randn(3, 8)
+    x[1] = float("nan")
+    y = NORMS[name][0](x, *[torch.ones(8)] * NORMS[name][2], 1e-5, "triton")
+    assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
