@@ -1,0 +1,108 @@
+"""The words a pipeline schedule is written in: plain values without tensor, group or method.
+
+They are frozen dataclasses and not NamedTuples, because two tuples of the same numbers are equal
+whatever their class, and Forward(0, 0) must not equal Backward(0, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Run `stage` on micro-batch `micro`."""
+
+    micro: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Run the backward of `stage` for micro-batch `micro`."""
+
+    micro: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendActivation:
+    """Send the output of `stage` to the pipeline rank `peer`, which holds the stage above."""
+
+    micro: int
+    stage: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecvActivation:
+    """Receive the input of `stage` from the pipeline rank `peer`, which holds the stage below."""
+
+    micro: int
+    stage: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrad:
+    """Send the gradient of the input of `stage` to the pipeline rank `peer`, which holds the stage below."""
+
+    micro: int
+    stage: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecvGrad:
+    """Receive the gradient of the output of `stage` from the pipeline rank `peer`, which holds the stage above."""
+
+    micro: int
+    stage: int
+    peer: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceGrads:
+    """The gradients of `stage` are complete on this rank: reduce them over the data axis."""
+
+    stage: int
+
+
+Compute = Forward | Backward
+Send = SendActivation | SendGrad
+Recv = RecvActivation | RecvGrad
+Instruction = Compute | Send | Recv | ReduceGrads
+
+SHORT = {
+    Forward: "F",
+    Backward: "B",
+    SendActivation: "sendA",
+    RecvActivation: "recvA",
+    SendGrad: "sendG",
+    RecvGrad: "recvG",
+    ReduceGrads: "reduce",
+}
+
+
+def render(items: Iterable[Instruction]) -> str:
+    """One rank's order or program as a line: "recvA0<0 F0 sendA0>2 ... reduce".
+
+    The number is the micro-batch, `>` and `<` name the peer; where the rank holds several stages, `.c`
+    says that the word concerns the c-th of them.
+    """
+    items = list(items)
+    chunk = {stage: at for at, stage in enumerate(sorted({item.stage for item in items}))}
+    words = []
+    for item in items:
+        word = SHORT[type(item)]
+        if not isinstance(item, ReduceGrads):
+            word += str(item.micro)
+        if len(chunk) > 1:
+            word += f".{chunk[item.stage]}"
+        if isinstance(item, Send):
+            word += f">{item.peer}"
+        elif isinstance(item, Recv):
+            word += f"<{item.peer}"
+        words.append(word)
+    return " ".join(words)
