@@ -1,0 +1,148 @@
+"""Collectives over a Group. Each returns its argument in a group of one, so serial code is parallel code.
+
+Plain functions first, then pairs for use inside a forward: each states what its backward does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .groups import Group
+
+Result = TypeVar("Result")
+
+# torch 2.13 renamed these two and warns of the old names; 2.11 knows only the old ones.
+_ALL_GATHER = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_REDUCE_SCATTER = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
+class AgreedError(ValueError):
+    """What a user, a file or a machine got wrong, raised on all ranks alike: one of them says it."""
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """Sum (or "max", "min") of `x` over the group, in place."""
+    if group.size > 1:
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        dist.all_reduce(x, ops[op], group=group.handle)
+    return x
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """[n, ...] on each rank -> [n * size, ...] on all."""
+    return start_all_gather(x, group).wait()
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """[n * size, ...] on each rank -> the summed [n, ...] of this rank."""
+    return start_reduce_scatter(x, group).wait()
+
+
+class Pending:
+    """A collective under way; `wait` returns its result. Holds the tensors that it reads until then."""
+
+    def __init__(self, result: Tensor, work: Any = None, source: Tensor | None = None) -> None:
+        self._result, self._work, self._source = result, work, source
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._source = None
+        return self._result
+
+
+def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """`all_gather` that runs on while the caller computes; into `out` where it is given."""
+    if group.size == 1:
+        if out is not None and out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        return Pending(x if out is None else out)
+    x = x.contiguous()
+    if out is None:
+        out = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
+    return Pending(out, _ALL_GATHER(out, x, group=group.handle, async_op=True), x)
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
+    """`reduce_scatter` that runs on while the caller computes."""
+    if group.size == 1:
+        return Pending(x)
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    return Pending(out, _REDUCE_SCATTER(out, x, group=group.handle, async_op=True), x)
+
+
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """`x` of the group's member number `source`, in place on all."""
+    if group.size > 1:
+        dist.broadcast(x, group.ranks[source], group=group.handle)
+    return x
+
+
+def gather_objects(value: Any, group: Group) -> list[Any]:
+    """Every member's small Python value, in the group's order, on all. For control, never for tensors of a model."""
+    if group.size == 1:
+        return [value]
+    values: list[Any] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def together(group: Group, action: Callable[[], Result]) -> list[Result]:
+    """`action`, free of collectives, on every rank; all results in the group's order.
+
+    Where it raises OSError or ValueError on one rank, all ranks raise AgreedError with that line.
+    """
+    value, error = None, None
+    try:
+        value = action()
+    except (OSError, ValueError) as wrong:
+        error = str(wrong)
+    results = gather_objects((value, error), group)
+    for rank, (_, wrong) in zip(group.ranks, results, strict=True):
+        if wrong is not None:
+            raise AgreedError(f"{wrong} (rank {rank} of {group.size})" if group.size > 1 else wrong)
+    return [result for result, _ in results]
+
+
+def barrier(group: Group) -> None:
+    """Wait until every member is here."""
+    if group.size > 1:
+        dist.barrier(group=group.handle)
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(grad, ctx.group), None
+
+
+class _ScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_gather(grad, ctx.group), None
+
+
+def gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[seq / size, ...] -> [seq, ...]. Backward sums over the group and scatters."""
+    return x if group.size == 1 else _GatherSequence.apply(x, group)
+
+
+def scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """Partial [seq, ...] on each rank -> the summed [seq / size, ...]. Backward gathers."""
+    return x if group.size == 1 else _ScatterSequence.apply(x, group)

@@ -1,0 +1,135 @@
+"""Group and Mesh: the topology made live. The only place where processes meet and process groups are made.
+
+A rank makes its own group of each axis and no other, axis by axis in one fixed order; the groups of one axis
+are disjoint, so nobody waits for a rank that is busy elsewhere. A group of one needs no process group.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .topology import Topology
+
+# Axes that live in a run's process groups; the others exist for arithmetic only.
+LIVE_AXES = ("tensor", "pipeline", "data", "tied_data", "world")
+
+
+@dataclass(frozen=True)
+class World:
+    """What the launcher (torchrun, Slurm through torchrun, or nobody) says about this process."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @staticmethod
+    def from_environment() -> World:
+        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; a single process where they are missing."""
+        env = os.environ
+        return World(int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Some ranks in order, and this rank's place among them."""
+
+    axis: str
+    ranks: tuple[int, ...] = (0,)
+    index: int = 0
+    handle: Any = None          # None for a group of one, and on paper
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """One rank's groups, one attribute per axis. Built once and handed down; a layer gets the one group it uses."""
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    tensor: Group
+    pipeline: Group
+    data: Group
+    tied_data: Group
+    world: Group
+
+    def along(self, axis: str) -> Group:
+        """The group of an axis that is known by name, as a ShardSpec knows it."""
+        groups = (self.tensor, self.pipeline, self.data, self.tied_data, self.world)
+        return next(g for g in groups if g.axis == axis)
+
+    @property
+    def stage(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.pipeline.index
+
+
+def choose_device(backend: str, local_rank: int) -> tuple[torch.device, str]:
+    """(device, backend) of this process: NCCL with one GPU per process where there are GPUs, else gloo on the CPU."""
+    if backend == "auto":
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if backend == "gloo":
+        return torch.device("cpu"), backend
+    if not torch.cuda.is_available():
+        raise ValueError("--distributed-backend nccl needs a GPU and none is visible; use gloo")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible on this host")
+    return torch.device("cuda", local_rank), backend
+
+
+def connect(world: World, device: torch.device, backend: str, *, timeout_minutes: float = 10) -> None:
+    """Meet the other processes. Does nothing in a world of one."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size > 1 and not dist.is_initialized():
+        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+
+
+def disconnect() -> None:
+    """Leave the process groups in good order, so that no peer is left waiting."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def open_mesh(topology: Topology, device: torch.device = torch.device("cpu")) -> Mesh:
+    """Make this rank's groups. With one rank nothing is made and no rendezvous is needed.
+
+    Raises ValueError where the number of started processes is not the topology's.
+    """
+    if topology.world == 1:
+        return mesh_on_paper(topology, 0, device)
+    rank = dist.get_rank()
+    if dist.get_world_size() != topology.world:
+        raise ValueError(f"{topology} needs {topology.world} ranks, {dist.get_world_size()} were started")
+    groups = {}
+    for axis in LIVE_AXES:
+        ranks = topology.ranks_along(axis, rank)
+        handle = new_group(ranks) if topology.size(axis) > 1 else None
+        groups[axis] = Group(axis, ranks, ranks.index(rank), handle)
+    return Mesh(topology, rank, device, **groups)
+
+
+def new_group(ranks: tuple[int, ...]) -> Any:
+    """A process group that only its members make.
+
+    Every rank of the world must have made equally many groups before, for torch names a group after its ranks and
+    that count: a rank that has no part in a round of groups makes one of itself alone.
+    """
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def mesh_on_paper(topology: Topology, rank: int, device: torch.device = torch.device("cpu")) -> Mesh:
+    """The mesh as `rank` would see it, without a process group: for planning, printing, and a world of one."""
+    if not 0 <= rank < topology.world:
+        raise ValueError(f"rank {rank} is not one of the {topology.world} ranks of {topology}")
+    along = {axis: topology.ranks_along(axis, rank) for axis in LIVE_AXES}
+    return Mesh(topology, rank, device, **{a: Group(a, ranks, ranks.index(rank)) for a, ranks in along.items()})

@@ -1,0 +1,79 @@
+"""Cross entropy over a vocabulary that is cut over the tensor axis: fp32 (fp64 for fp64), exact for any cut.
+
+Per token, over the V real entries of the vocabulary, with m = max_i x_i and Z = sum_i exp(x_i - m):
+    nll      = log Z - (x_target - m)
+    smoothed = (1 - s) nll + s (log Z - mean_i (x_i - m)),   s = a V / (V - 1) for label smoothing a
+    d/dx_i   = exp(x_i - m) / Z - (1 - s) [i = target] - s / V
+Padding entries take no probability and get no gradient. The forward keeps the logits as they are and one
+number per token; fp32 copies exist for a chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .collectives import all_reduce
+from .groups import Group
+
+CHUNK_ELEMENTS = 1 << 22          # of an fp32 temporary: 16 MiB
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    """Ranges of rows whose fp32 copy stays small."""
+    rows, step = logits.shape[0], max(1, CHUNK_ELEMENTS // logits.shape[1])
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, group: Group) -> Tensor:
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        first = group.index * logits.shape[1]
+        real = max(0, min(logits.shape[1], vocab - first))                # columns that are not padding
+        local = labels - first
+        here = (local >= 0) & (local < real)
+        local = local.masked_fill(~here, 0)
+        top = logits.new_full(labels.shape, -torch.inf, dtype=exact)
+        sums = logits.new_zeros(3, labels.shape[0], dtype=exact)          # Z, target - m, sum of x - m
+        if real:
+            top.copy_(logits[:, :real].amax(1))
+        all_reduce(top, group, "max")
+        for rows in _chunks(logits) if real else []:
+            x = logits[rows, :real].to(exact) - top[rows].unsqueeze(1)
+            sums[1, rows] = x.gather(1, local[rows].unsqueeze(1)).squeeze(1).masked_fill(~here[rows], 0.0)
+            sums[2, rows] = x.sum(1) if smoothing else 0.0
+            sums[0, rows] = x.exp_().sum(1)
+        all_reduce(sums, group)
+        log_z = sums[0].log()
+        share = smoothing * vocab / (vocab - 1) if smoothing else 0.0
+        loss = log_z - (1 - share) * sums[1] - share / vocab * sums[2]
+        ctx.save_for_backward(logits, local, here, top + log_z)
+        ctx.real, ctx.share, ctx.vocab = real, share, vocab
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, local, here, log_normalizer = ctx.saved_tensors
+        out = torch.zeros_like(logits)
+        for rows in _chunks(logits) if ctx.real else []:
+            x = (logits[rows, : ctx.real].to(log_normalizer.dtype) - log_normalizer[rows].unsqueeze(1)).exp_()
+            if ctx.share:
+                x -= ctx.share / ctx.vocab
+            target = -(1 - ctx.share) * here[rows].to(x.dtype)
+            x.scatter_add_(1, local[rows].unsqueeze(1), target.unsqueeze(1))
+            out[rows, : ctx.real] = x * grad[rows].unsqueeze(1)
+        return out, None, None, None, None
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, *, vocab: int, smoothing: float, group: Group
+) -> Tensor:
+    """[seq, batch, padded vocab / tensor], labels [seq, batch] -> loss per token [seq, batch], fp32 or fp64.
+
+    `vocab` is the number of real entries; source: Shoeybi et al., 2019, section 3.
+    """
+    flat = _VocabParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), vocab, smoothing, group)
+    return flat.view(labels.shape)

@@ -1,0 +1,149 @@
+"""Parameters are declared, collected and given their initial values here, and nowhere else.
+
+A layer declares a parameter with its ShardSpec; `collect` lists all that a rank holds; `initialize` fills the
+shards. Element i of a parameter is normal number i of a counter-based stream, so no layout changes a value.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import nn
+
+from .shard import ShardSpec
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class Initial:
+    """Initial values: normal with `std` where it is given, else the constant `fill`."""
+
+    std: float | None = None
+    fill: float = 0.0
+
+
+ONES = Initial(fill=1.0)
+ZEROS = Initial()
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter as the optimizer, the checkpoint and the planner see it."""
+
+    name: str                  # global name, the same in every layout
+    tensor: nn.Parameter       # this rank's shard, [*spec.local_shape]
+    spec: ShardSpec
+    initial: Initial
+    decay: bool                # whether weight decay applies
+
+
+@dataclass(frozen=True)
+class _Declared:
+    spec: ShardSpec
+    initial: Initial
+    decay: bool
+    known_as: str | None       # global name, where it is not the path of the module
+
+
+def declare(
+    module: nn.Module, name: str, spec: ShardSpec, topology: Topology, *,
+    initial: Initial, dtype: torch.dtype, known_as: str | None = None,
+) -> nn.Parameter:
+    """Register this rank's shard of a parameter on `module`; the values come later, from `initialize`.
+
+    Weight decay applies to what has two dims or more of its own: matrices and embeddings, not biases or norms.
+    """
+    parameter = nn.Parameter(torch.empty(spec.local_shape(topology), dtype=dtype))
+    decay = initial.std is not None
+    module.register_parameter(name, parameter)
+    module.__dict__.setdefault("declared", {})[name] = _Declared(spec, initial, decay, known_as)
+    return parameter
+
+
+def join_tied(layers: Iterable[tuple[str, nn.Module]]) -> None:
+    """Where one rank holds both ends of a tied parameter, let both modules hold the same object."""
+    owners: dict[str, tuple[nn.Module, str]] = {}
+    for _, layer in layers:
+        for module in layer.modules():
+            for name, declared in module.__dict__.get("declared", {}).items():
+                if declared.known_as is not None and declared.known_as in owners:
+                    owner, owner_name = owners[declared.known_as]
+                    module.register_parameter(name, owner.get_parameter(owner_name))
+                elif declared.known_as is not None:
+                    owners[declared.known_as] = module, name
+
+
+def collect(layers: Iterable[tuple[str, nn.Module]]) -> list[ParamInfo]:
+    """Every parameter of named layers with what was declared of it, in the order of the model, each once.
+
+    Raises ValueError, naming it, for a parameter that was not declared.
+    """
+    infos: list[ParamInfo] = []
+    seen: set[int] = set()
+    for layer_name, layer in layers:
+        for prefix, module in layer.named_modules(prefix=layer_name):
+            declared = module.__dict__.get("declared", {})
+            for name, tensor in module.named_parameters(recurse=False):
+                if name not in declared:
+                    raise ValueError(f"{prefix}.{name} was not declared: make it with params.declare")
+                d = declared[name]
+                if id(tensor) not in seen:
+                    infos.append(ParamInfo(d.known_as or f"{prefix}.{name}", tensor, d.spec, d.initial, d.decay))
+                    seen.add(id(tensor))
+    return infos
+
+
+def initialize(infos: list[ParamInfo], topology: Topology, rank: int, *, seed: int) -> None:
+    """Fill this rank's shards. A value depends on the seed, the name and its global place; padding is zero."""
+    for info in infos:
+        target = info.tensor.data
+        if info.initial.std is None:
+            target.fill_(info.initial.fill)
+            continue
+        box = info.spec.box(topology, rank)
+        values = np.zeros(info.spec.local_shape(topology), np.float32)
+        flat = values.reshape(-1)
+        at = 0
+        for start, count in _runs(info.spec.shape, box.start, box.shape):
+            flat[at : at + count] = normals(seed, info.name, start, count)
+            at += count
+        target.copy_(torch.from_numpy(values)).mul_(info.initial.std)
+
+
+def _runs(shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]) -> Iterable[tuple[int, int]]:
+    """(first flat index, length) of the contiguous runs that a box covers in a row-major tensor, in order."""
+    if not prod(size):
+        return
+    whole = len(shape)                              # dims from here on are covered fully
+    while whole > 0 and size[whole - 1] == shape[whole - 1]:
+        whole -= 1
+    inner = max(whole - 1, 0)                       # a run covers a range of this dim and all after it
+    step = prod(shape[inner + 1 :])
+    length = size[inner] * step if shape else 1
+    strides = [prod(shape[d + 1 :]) for d in range(len(shape))]
+    for outer in np.ndindex(*size[:inner]):
+        first = sum((s + o) * stride for s, o, stride in zip(start, outer, strides, strict=False))
+        yield first + (start[inner] * step if shape else 0), length
+
+
+def normals(seed: int, name: str, start: int, count: int) -> np.ndarray:
+    """Normal numbers [start, start + count) of the stream of (seed, name), float32 [count].
+
+    Philox, a counter-based generator (Salmon et al., SC 2011), with key blake2b(seed, name), through Box-Muller
+    on pairs of 32-bit words: any range is drawn without what stands before it.
+    """
+    key = int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest(), "little")
+    first = start // 8 * 8                          # a block of the generator is four words of 64 bits: eight normals
+    n = -(-(start + count - first) // 8) * 8
+    words = np.random.Philox(key=key).advance(first // 8).random_raw(n // 2).view(np.uint32)
+    radius = np.sqrt(-2.0 * np.log((words[0::2].astype(np.float64) + 0.5) * 2.0**-32))
+    angle = words[1::2].astype(np.float64) * (2.0 * np.pi * 2.0**-32)
+    out = np.empty(n, np.float32)
+    out[0::2] = radius * np.cos(angle)
+    out[1::2] = radius * np.sin(angle)
+    return out[start - first : start - first + count]
