@@ -1,0 +1,258 @@
+"""What a run tells of itself, from rank 0: a line per log interval, TensorBoard events, one JSON object per iteration.
+
+Also the arithmetic of floating-point operations. Every figure is defined without reference to the layout, but for
+TFLOP/s, which is per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+from .config import LoggingConfig, ModelConfig
+
+Record = Mapping[str, float]
+
+# One training iteration, as --metrics-jsonl writes it. lm_loss: mean over the unmasked tokens of the global batch;
+# grad_norm: L2 norm of the whole gradient before clipping; learning_rate: what this iteration updated with;
+# seconds: wall time of the iteration; skipped: 1 where it made no update.
+TRAIN_KEYS = (
+    "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "loss_scale",
+    "skipped", "seconds", "tokens_per_second",
+)  # fmt: skip
+
+# TensorBoard's tags, plotted over iterations. Evaluations have the split's name at the end.
+TAGS = {
+    "lm_loss": "lm loss",
+    "grad_norm": "grad-norm",
+    "learning_rate": "learning-rate",
+    "loss_scale": "loss-scale",
+    "consumed_tokens": "consumed-tokens",
+    "seconds": "iteration-time",            # --log-timers-to-tensorboard
+    "batch_size": "batch-size",             # --log-batch-size-to-tensorboard
+    "tflops": "throughput",                 # --log-throughput: TFLOP/s per rank
+    "valid": "lm loss validation",
+    "test": "lm loss test",
+    "valid_ppl": "lm loss validation ppl",  # --log-validation-ppl-to-tensorboard
+    "test_ppl": "lm loss test ppl",
+}
+FLUSH_SECONDS = 10      # an event is on the disk after this time at the latest
+
+
+class Metrics:
+    """Tells what happens to console and files. On ranks that do not write it is silent and makes no file.
+
+    iterations  of the whole run, for the console
+    world       ranks that share the work
+    writes      whether this is the rank that speaks
+    flops       model operations of one iteration, all ranks together
+
+    Raises ValueError, naming the flag, where a file or folder cannot be written.
+    """
+
+    def __init__(self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool, flops: float) -> None:
+        self.writes = writes
+        self._sinks: list[_Console | _Events | _Lines] = []
+        if writes:
+            tflops = flops / world / 1e12
+            self._sinks.append(_Console(logging.log_interval, iterations, tflops))
+            if logging.tensorboard_dir is not None:
+                self._sinks.append(_Events(logging, tflops))
+            if logging.metrics_jsonl is not None:
+                self._sinks.append(_Lines(Path(logging.metrics_jsonl)))
+
+    def say(self, line: str) -> None:
+        """Print one line, at once."""
+        if self.writes:
+            print(line, flush=True)
+
+    def train(self, record: Record) -> None:
+        """One finished iteration, with the keys TRAIN_KEYS."""
+        assert set(record) == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
+        for sink in self._sinks:
+            sink.train(record)
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        """The token-mean loss of the split "valid" or "test" after an iteration."""
+        for sink in self._sinks:
+            sink.evaluation(split, iteration, loss)
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        for sink in self._sinks:
+            sink.close()
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that exceeds the largest float."""
+    return math.exp(loss) if loss < 709.0 else math.inf
+
+
+class _Console:
+    """A line every `interval` iterations and after the last: figures of that iteration, times since the last line."""
+
+    def __init__(self, interval: int, iterations: int, tflops: float) -> None:
+        self.interval, self.iterations, self.tflops = interval, iterations, tflops
+        self._count, self._seconds, self._tokens = 0, 0.0, 0.0
+
+    def train(self, record: Record) -> None:
+        self._count += 1
+        self._seconds += record["seconds"]
+        self._tokens += record["seconds"] * record["tokens_per_second"]
+        done = int(record["iteration"])
+        if done % self.interval and done != self.iterations:
+            return
+        seconds = self._seconds / self._count
+        fields = (
+            f"iteration {done:>{len(str(self.iterations))}}/{self.iterations}",
+            f"consumed samples {record['consumed_samples']}",
+            f"consumed tokens {record['consumed_tokens']}",
+            f"lm loss {record['lm_loss']:.6f}",
+            f"grad norm {record['grad_norm']:.4f}",
+            f"learning rate {record['learning_rate']:.4e}",
+            *([f"loss scale {record['loss_scale']:g}"] if record["loss_scale"] != 1 else []),
+            *(["skipped"] if record["skipped"] else []),
+            f"{seconds:.3f} s/iteration",
+            f"{self._tokens / self._seconds:.0f} tokens/s",
+            f"{self.tflops / seconds:.3g} TFLOP/s per rank",
+        )
+        print(" | ".join(fields), flush=True)
+        self._count, self._seconds, self._tokens = 0, 0.0, 0.0
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        print(f"{split} at iteration {iteration} | lm loss {loss:.6f} | ppl {perplexity(loss):.4f}", flush=True)
+
+    def close(self) -> None:
+        """Nothing is held back."""
+
+
+class _Events:
+    """TensorBoard. After a resume, what an earlier process wrote of later iterations is struck out."""
+
+    def __init__(self, logging: LoggingConfig, tflops: float) -> None:
+        self.logging, self.tflops = logging, tflops
+        self._begun = False
+        self._consumed = 0
+        folder = logging.tensorboard_dir
+        try:
+            self._writer = EventFileWriter(folder, logging.tensorboard_queue_size, FLUSH_SECONDS)
+        except OSError as error:
+            raise ValueError(f"--tensorboard-dir {folder}: cannot be written: {error.strerror}") from error
+
+    def train(self, record: Record) -> None:
+        done = int(record["iteration"])
+        if not self._begun:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=done, session_log=start))
+        values = {key: record[key] for key in TRAIN_KEYS if key in TAGS and key != "seconds"}
+        if self.logging.log_timers_to_tensorboard:
+            values["seconds"] = record["seconds"]
+        if self.logging.log_batch_size_to_tensorboard and self._begun:
+            values["batch_size"] = record["consumed_samples"] - self._consumed
+        if self.logging.log_throughput:
+            values["tflops"] = self.tflops / record["seconds"]
+        self._add(values, done)
+        self._begun, self._consumed = True, record["consumed_samples"]
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        values = {split: loss}
+        if self.logging.log_validation_ppl_to_tensorboard:
+            values[f"{split}_ppl"] = perplexity(loss)
+        self._add(values, iteration)
+
+    def _add(self, values: Mapping[str, float], step: int) -> None:
+        points = [Summary.Value(tag=TAGS[key], simple_value=value) for key, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Lines:
+    """JSON lines at full precision, each on the disk as soon as it is known; a resumed run adds to the file."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torn = path.exists() and _is_torn(path)
+            self._out = open(path, "a", buffering=1, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"--metrics-jsonl {path}: cannot be written: {error.strerror}") from error
+        if torn:
+            self._out.write("\n")
+
+    def train(self, record: Record) -> None:
+        self._write({key: record[key] for key in TRAIN_KEYS})
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        self._write({"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
+
+    def _write(self, record: Mapping[str, object]) -> None:
+        plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
+        self._out.write(json.dumps(plain) + "\n")       # JSON has no infinity
+
+    def close(self) -> None:
+        self._out.close()
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the file ends in the middle of a line, as a killed process may leave it."""
+    with open(path, "rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def check_places(logging: LoggingConfig) -> None:
+    """Raises ValueError where the files of `logging` could not be made. Makes nothing, so that every rank may ask."""
+    for name, place in (("--tensorboard-dir", logging.tensorboard_dir), ("--metrics-jsonl", logging.metrics_jsonl)):
+        if place is None:
+            continue
+        path = Path(place)
+        if name == "--metrics-jsonl" and path.is_dir():
+            raise ValueError(f"{name} {place}: is a folder, not a file")
+        found = next(part for part in (path, *path.resolve().parents) if part.exists())
+        is_file = name == "--metrics-jsonl" and found == path
+        if not os.access(found, os.W_OK) or not (is_file or found.is_dir()):
+            raise ValueError(f"{name} {place}: cannot be written: {found} is not a folder that this user may write to")
+
+
+def layer_flops(model: ModelConfig) -> float:
+    """Operations of one transformer layer for one token, forward, of matrix products under the causal mask.
+
+    A multiply and an add are two. Attention needs on average half of the sequence.
+    """
+    h, d, ffn = model.hidden_size, model.head_dim, model.ffn
+    queries, groups = model.num_attention_heads, model.query_groups
+    projections = 2 * h * d * (queries + 2 * groups) + 2 * queries * d * h
+    core = 2 * 2 * model.seq_length * queries * d / 2
+    return projections + core + 2 * h * ffn * (3 if model.gated else 2)
+
+
+def model_flops(model: ModelConfig, *, vocab: int, batch: int) -> float:
+    """Operations that training needs for a global batch of `batch` samples: forward, and twice that for backward.
+
+    Recomputation is not counted, so this gives MFU. For a GPT it is 72 B s l h^2 (1 + s/(12 h) + V/(12 l h)).
+    """
+    per_token = model.num_layers * layer_flops(model) + 2 * model.hidden_size * vocab
+    return 3.0 * batch * model.seq_length * per_token
+
+
+def sc21_flops(model: ModelConfig, *, vocab: int, batch: int, recompute: bool) -> float:
+    """Operations of a global batch as Narayanan et al. (SC'21, arXiv 2104.04473, equation 3) count them.
+
+    For a GPT with a feed-forward of 4 h; attention without regard to the causal mask; `recompute` adds a forward
+    of the layers, as full recomputation does.
+    """
+    h, s, layers = model.hidden_size, model.seq_length, model.num_layers
+    passes = 4 if recompute else 3
+    return 24.0 * passes * batch * s * layers * h**2 * (1 + s / (6 * h)) + 6.0 * batch * s * h * vocab

@@ -1,0 +1,207 @@
+"""Console, JSON lines, TensorBoard and counts of operations."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megazero.config import LoggingConfig, ModelConfig
+from megazero.metrics import (
+    TAGS,
+    TRAIN_KEYS,
+    Metrics,
+    check_places,
+    layer_flops,
+    model_flops,
+    perplexity,
+    sc21_flops,
+)
+
+
+def record(iteration, loss=2.0, **changes):
+    values = (iteration, 8 * iteration, 128 * iteration, loss, 0.5, 1e-4, 1.0, 0, 0.25, 512.0)
+    return dict(zip(TRAIN_KEYS, values, strict=True)) | changes
+
+
+def make(tmp_path, *, writes=True, iterations=10, **logging):
+    places = {"metrics_jsonl": str(tmp_path / "run" / "m.jsonl"), "tensorboard_dir": str(tmp_path / "run" / "tb")}
+    config = LoggingConfig(**({"log_interval": 5} | places | logging))
+    return Metrics(config, iterations=iterations, world=4, writes=writes, flops=8e12)
+
+
+def lines_of(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "run" / "m.jsonl").read_text().splitlines() if line]
+
+
+def scalars(tmp_path):
+    events = EventAccumulator(str(tmp_path / "run" / "tb")).Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_one_line_per_interval_and_after_the_last_iteration(tmp_path, capsys):
+    metrics = make(tmp_path, iterations=12)
+    for i in range(1, 13):
+        metrics.train(record(i, loss=1.0 / i, seconds=0.1 * i))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[0].strip() for line in lines] == ["iteration  5/12", "iteration 10/12", "iteration 12/12"]
+    assert lines[1] == (
+        "iteration 10/12 | consumed samples 80 | consumed tokens 1280 | lm loss 0.100000 | grad norm 0.5000 | "
+        "learning rate 1.0000e-04 | 0.800 s/iteration | 512 tokens/s | 2.5 TFLOP/s per rank"
+    )
+
+
+def test_loss_scale_and_skips_show_only_where_there_are_any(tmp_path, capsys):
+    make(tmp_path).train(record(5, loss_scale=65536.0, skipped=1))
+    assert "loss scale 65536 | skipped |" in capsys.readouterr().out
+
+
+def test_json_lines_have_every_iteration_at_full_precision(tmp_path):
+    metrics = make(tmp_path)
+    losses = [math.pi / i for i in range(1, 8)]
+    for i, loss in enumerate(losses, 1):
+        metrics.train(record(i, loss=loss))
+    metrics.evaluation("valid", 7, 1.5)
+    lines = lines_of(tmp_path)              # before close: a killed run keeps its lines
+    assert [line["lm_loss"] for line in lines[:-1]] == losses
+    assert all(tuple(line) == TRAIN_KEYS for line in lines[:-1])
+    assert lines[-1] == {"split": "valid", "iteration": 7, "lm_loss": 1.5, "ppl": math.exp(1.5)}
+
+
+def test_a_killed_run_keeps_its_lines(tmp_path):
+    script = f"""
+        import os, signal
+        from pathlib import Path
+        from tests.test_metrics import make, record
+        metrics = make(Path({str(tmp_path)!r}))
+        for i in range(1, 4):
+            metrics.train(record(i))
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    root = Path(__file__).resolve().parent.parent
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], cwd=root, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert [line["iteration"] for line in lines_of(tmp_path)] == [1, 2, 3]
+
+
+def test_a_resumed_run_adds_to_the_file_even_after_a_torn_line(tmp_path):
+    first = make(tmp_path)
+    first.train(record(1))
+    first.close()
+    with open(tmp_path / "run" / "m.jsonl", "a") as file:
+        file.write('{"iteration": 2, "lm_')
+    second = make(tmp_path)
+    second.train(record(2))
+    second.close()
+    text = (tmp_path / "run" / "m.jsonl").read_text().splitlines()
+    assert json.loads(text[0])["iteration"] == 1 and json.loads(text[2])["iteration"] == 2 and len(text) == 3
+
+
+def test_json_lines_stay_valid_json_where_a_number_is_not_finite(tmp_path):
+    metrics = make(tmp_path)
+    metrics.train(record(1, grad_norm=math.inf))
+    metrics.evaluation("test", 1, 800.0)
+    lines = lines_of(tmp_path)
+    assert lines[0]["grad_norm"] is None and lines[1]["ppl"] is None
+    assert perplexity(800.0) == math.inf and perplexity(0.0) == 1.0
+
+
+def test_tensorboard_has_the_listed_tags(tmp_path):
+    metrics = make(
+        tmp_path, log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True, log_throughput=True,
+        log_validation_ppl_to_tensorboard=True,
+    )  # fmt: skip
+    for i in (1, 2):
+        metrics.train(record(i, loss=3.0 - i))
+    metrics.evaluation("valid", 2, 1.0)
+    metrics.evaluation("test", 2, 1.25)
+    metrics.close()
+    found = scalars(tmp_path)
+    assert set(found) == set(TAGS.values())
+    assert found["lm loss"] == [(1, 2.0), (2, 1.0)]
+    assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
+    assert found["batch-size"] == [(2, 8.0)] and found["throughput"] == [(1, 8.0), (2, 8.0)]
+
+
+def test_what_was_not_asked_for_is_not_written(tmp_path):
+    metrics = make(tmp_path)
+    metrics.train(record(1))
+    metrics.close()
+    assert not {"iteration-time", "batch-size", "throughput"} & set(scalars(tmp_path))
+
+
+def test_a_resumed_curve_shows_each_iteration_once(tmp_path):
+    first = make(tmp_path)
+    for i in (1, 2, 3):
+        first.train(record(i, loss=9.0))
+    first.close()
+    second = make(tmp_path)
+    second.train(record(3, loss=1.0))
+    second.close()
+    assert scalars(tmp_path)["lm loss"] == [(1, 9.0), (2, 9.0), (3, 1.0)]
+
+
+def test_other_ranks_are_silent_and_make_no_file(tmp_path, capsys):
+    metrics = make(tmp_path, writes=False)
+    metrics.train(record(5))
+    metrics.evaluation("valid", 5, 1.0)
+    metrics.say("hello")
+    metrics.close()
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_told_with_its_flag(tmp_path):
+    (tmp_path / "file").write_text("")
+    for flag, place in (("metrics_jsonl", "file/m.jsonl"), ("tensorboard_dir", "file/tb")):
+        logging = {"metrics_jsonl": None, "tensorboard_dir": None} | {flag: str(tmp_path / place)}
+        name = "--" + flag.replace("_", "-")
+        with pytest.raises(ValueError, match=f"{name} .*cannot be written"):
+            make(tmp_path, **logging)
+        with pytest.raises(ValueError, match=f"{name} .*cannot be written"):
+            check_places(LoggingConfig(**logging))
+    with pytest.raises(ValueError, match="is a folder, not a file"):
+        check_places(LoggingConfig(metrics_jsonl=str(tmp_path)))
+    check_places(LoggingConfig(metrics_jsonl=str(tmp_path / "a" / "b.jsonl"), tensorboard_dir=str(tmp_path / "c")))
+    check_places(LoggingConfig(metrics_jsonl=str(tmp_path / "file")))
+    check_places(LoggingConfig())
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def gpt(layers, hidden, heads, **changes):
+    shape = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "seq_length": 2048}
+    return ModelConfig(**(shape | changes))
+
+
+GPT_175B, GPT_1B = gpt(96, 12288, 96), gpt(24, 2048, 16)
+
+
+def test_operations_equal_the_published_figures():
+    close = pytest.approx
+    assert sc21_flops(GPT_175B, vocab=51200, batch=1536, recompute=True) == close(4.51097e18, rel=5e-6)
+    assert sc21_flops(GPT_175B, vocab=51200, batch=1536, recompute=False) == close(3.38620e18, rel=5e-6)
+    assert sc21_flops(GPT_1B, vocab=50304, batch=512, recompute=True) == close(1.24701e16, rel=5e-6)
+    assert sc21_flops(GPT_1B, vocab=50304, batch=512, recompute=False) == close(9.51462e15, rel=5e-6)
+    assert model_flops(GPT_175B, vocab=51200, batch=1536) == close(3.34060e18, rel=5e-6)
+    assert model_flops(GPT_1B, vocab=50304, batch=512) == close(8.88131e15, rel=5e-6)
+
+
+def test_operations_equal_the_closed_form_for_any_gpt():
+    for layers, h, s, vocab in [(1, 64, 16, 97), (7, 96, 128, 1000)]:
+        model = gpt(layers, h, 4, seq_length=s)
+        closed = 72 * 3 * s * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h))
+        assert model_flops(model, vocab=vocab, batch=3) == pytest.approx(closed, rel=1e-14)
+
+
+def test_operations_follow_grouped_heads_and_gates():
+    """Llama-3-8B's shape: 32 query heads, 8 groups of 128, a gated feed-forward of 14336."""
+    model = gpt(1, 4096, 32, num_query_groups=8, ffn_hidden_size=14336, activation="swiglu", seq_length=8192)
+    projections = 2 * 4096 * (4096 + 2 * 1024) + 2 * 4096 * 4096
+    core = 2 * 8192 * 4096
+    assert layer_flops(model) == projections + core + 3 * 2 * 4096 * 14336
+    assert layer_flops(gpt(1, 4096, 32, num_query_groups=8)) < layer_flops(gpt(1, 4096, 32))
