@@ -1,0 +1,157 @@
+"""GPT: embedding, blocks, final norm, head, as a list of layers. GPT-2/3 and Llama are two settings of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import Attention
+from .config import ModelConfig
+from .data.batch import MicroBatch
+from .mlp import MLP
+from .parallel.groups import Mesh
+from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear
+from .parallel.loss import vocab_parallel_cross_entropy
+from .parallel.params import Initial, declare
+from .parallel.random import dropout
+from .parallel.shard import ShardSpec
+from .pipe.stage import LayerSpec
+
+WORD_TABLE = "embedding.word.weight"        # global name of the token table; a tied head holds the same parameter
+
+
+@dataclass(frozen=True)
+class GPTSetup:
+    """What the layers of one GPT have in common, besides the mesh.
+
+    vocab      real entries of the vocabulary
+    dtype      of declared parameters before the optimizer takes them: fp32, or fp64 for proofs
+    selective  whether the attention core is recomputed
+    norm_impl  which implementation of the norms: auto, torch, triton
+    """
+
+    model: ModelConfig
+    vocab: int
+    dtype: torch.dtype = torch.float32
+    selective: bool = False
+    norm_impl: str = "auto"
+
+    def table(self, tensor: int) -> ShardSpec:
+        """The spec of a table with one row per token, padded so that every tensor rank holds equally many rows."""
+        padded = self.model.padded_vocab(self.vocab, tensor)
+        return ShardSpec((self.vocab, self.model.hidden_size), ("tensor", None), tied=self.model.tied, padded=padded)
+
+
+def gpt_layers(setup: GPTSetup) -> list[LayerSpec]:
+    """The model, bottom up."""
+    blocks = [
+        LayerSpec(f"layers.{i}", partial(Block, setup, i), cost=1.0, recomputable=True)
+        for i in range(setup.model.num_layers)
+    ]
+    return [
+        LayerSpec("embedding", partial(Embedding, setup), cost=0.0),
+        *blocks,
+        LayerSpec("final_norm", partial(FinalNorm, setup), cost=0.0),
+        LayerSpec("head", partial(Head, setup), cost=0.0),
+    ]
+
+
+class Embedding(nn.Module):
+    """Ids [seq, batch] -> [padded seq / tensor, batch, hidden]: tokens, learned positions where asked, dropout.
+
+    The sequence is padded on the right to a multiple of the tensor size; causal attention never sees the padding.
+    """
+
+    def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
+        super().__init__()
+        model, self.group = setup.model, mesh.tensor
+        self.dropout = model.hidden_dropout
+        initial = Initial(model.init_method_std)
+        self.word = VocabParallelEmbedding(
+            setup.table(mesh.tensor.size), mesh,
+            initial=initial, dtype=setup.dtype, known_as=WORD_TABLE,
+        )
+        spec = ShardSpec((model.positions, model.hidden_size), (None, None), grad_sum=("tensor",))
+        learned = model.position_embedding_type == "learned_absolute"
+        self.position = (
+            declare(self, "position", spec, mesh.topology, initial=initial, dtype=setup.dtype) if learned else None
+        )
+
+    def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        seq = batch.tokens.shape[0]
+        padding = -seq % self.group.size
+        x = self.word(F.pad(batch.tokens, (0, 0, 0, padding)))
+        if self.position is not None:
+            mine = x.shape[0]
+            at = torch.arange(seq, device=x.device).unsqueeze(1) if batch.positions is None else batch.positions
+            at = F.pad(at, (0, 0, 0, padding))[self.group.index * mine : (self.group.index + 1) * mine]
+            x = x + F.embedding(at, self.position)
+        return dropout(x, self.dropout, batch.draw, layer=-1, purpose="embedding", index=self.group.index)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + ffn(norm(x)), [seq / tensor, batch, hidden]."""
+
+    def __init__(self, setup: GPTSetup, layer: int, mesh: Mesh) -> None:
+        super().__init__()
+        model, self.layer, self.group = setup.model, layer, mesh.tensor
+        self.dropout = model.hidden_dropout
+        norm = partial(
+            Norm, model.hidden_size, mesh, kind=model.normalization, epsilon=model.norm_epsilon, dtype=setup.dtype,
+            impl=setup.norm_impl,
+        )
+        self.attention_norm = norm()
+        self.attention = Attention(
+            model, mesh, layer, dtype=setup.dtype, norm_impl=setup.norm_impl, selective=setup.selective
+        )
+        self.ffn_norm = norm()
+        self.ffn = MLP(model, mesh, dtype=setup.dtype)
+
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        drop = partial(dropout, probability=self.dropout, draw=batch.draw, layer=self.layer, index=self.group.index)
+        x = x + drop(self.attention(self.attention_norm(x), batch), purpose="attention output")
+        return x + drop(self.ffn(self.ffn_norm(x), batch), purpose="ffn output")
+
+
+class FinalNorm(nn.Module):
+    """The norm before the head."""
+
+    def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
+        super().__init__()
+        model = setup.model
+        self.norm = Norm(
+            model.hidden_size, mesh, kind=model.normalization, epsilon=model.norm_epsilon, dtype=setup.dtype,
+            impl=setup.norm_impl,
+        )
+
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        return self.norm(x)
+
+
+class Head(nn.Module):
+    """[padded seq / tensor, batch, hidden] -> the scaled loss of the micro-batch (scalar, fp32 or fp64), or, where
+    it has no labels, logits [seq, batch, padded vocab / tensor]."""
+
+    def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
+        super().__init__()
+        model, self.group, self.vocab = setup.model, mesh.tensor, setup.vocab
+        self.smoothing = model.label_smoothing
+        self.weight = declare(
+            self, "weight", setup.table(mesh.tensor.size), mesh.topology, dtype=setup.dtype,
+            initial=Initial(model.init_method_std), known_as=WORD_TABLE if model.tied else None,
+        )
+
+    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        logits = gather_linear(x, self.weight, None, self.group)[: batch.tokens.shape[0]]
+        if batch.labels is None:
+            return logits
+        losses = vocab_parallel_cross_entropy(
+            logits, batch.labels, vocab=self.vocab, smoothing=self.smoothing, group=self.group
+        )
+        if batch.loss_mask is not None:
+            losses = losses * batch.loss_mask
+        return losses.sum() * batch.scale

@@ -1,0 +1,118 @@
+"""A layout on paper: coordinates, groups, layers per stage and parameters per rank, without a process or a weight.
+
+Stages are built on torch's meta device, so the figures come from the same declarations that a run uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .parallel.groups import mesh_on_paper
+from .parallel.params import collect
+from .parallel.topology import Coord, Topology
+from .pipe.stage import LayerSpec, Recompute, build_stages
+
+SHOWN_RANKS = 64              # more ranks than this are printed as their first and last
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline rank on paper."""
+
+    layers: tuple[str, ...]
+    parameters: int             # that each of its ranks holds, padding included
+    recorded: int               # of the whole model that this stage counts: no padding, a tied weight once
+
+
+def plan_stages(layers: Sequence[LayerSpec], topology: Topology) -> list[StagePlan]:
+    """The stages of a layout. Raises ValueError where an axis cannot cut the model."""
+    plans, seen = [], set()
+    with torch.device("meta"):
+        for stage in range(topology.pipeline):
+            mesh = mesh_on_paper(topology, topology.rank(Coord(stage, 0, 0)))
+            named = [n for s in build_stages(layers, mesh, Recompute()).values() for n in s.named_layers()]
+            infos = collect(named)
+            fresh = [i for i in infos if i.name not in seen]
+            seen |= {i.name for i in fresh}
+            plans.append(
+                StagePlan(
+                    tuple(name for name, _ in named),
+                    sum(i.tensor.numel() for i in infos),
+                    sum(i.spec.numel for i in fresh),
+                )
+            )
+    return plans
+
+
+def describe_layout(layers: Sequence[LayerSpec], topology: Topology) -> str:
+    """What --print-layout prints."""
+    plans = plan_stages(layers, topology)
+    total = sum(p.recorded for p in plans)
+    lines = [
+        f"world {topology.world}: tensor {topology.tensor} x pipeline {topology.pipeline} x data {topology.data}"
+        f" (expert {topology.expert})",
+        f"parameters {total:,}",
+        "",
+        *_table(
+            ("stage", "layers", "parameters per rank"),
+            [(str(s), _span(p.layers), f"{p.parameters:,}") for s, p in enumerate(plans)],
+        ),
+        "",
+        *_table(("rank", "pipeline", "data", "tensor", "parameters"), _rank_rows(plans, topology)),
+        "",
+        "groups",
+    ]
+    for axis in ("tensor", "pipeline", "data", "tied_data"):
+        lines.append(f"  {axis:9} {_groups(topology, axis)}")
+    return "\n".join(lines)
+
+
+def _rank_rows(plans: Sequence[StagePlan], topology: Topology) -> list[tuple[str, ...]]:
+    rows = []
+    for rank in _some(topology.world):
+        at = topology.coord(rank)
+        figures = (rank, at.pipeline, at.data, at.tensor)
+        rows.append((*map(str, figures), f"{plans[at.pipeline].parameters:,}"))
+    if topology.world > SHOWN_RANKS:
+        rows.insert(SHOWN_RANKS // 2, ("...",) * 5)
+    return rows
+
+
+def _some(count: int) -> list[int]:
+    """All numbers below `count`, or its first and last ones."""
+    half = SHOWN_RANKS // 2
+    return list(range(count)) if count <= SHOWN_RANKS else [*range(half), *range(count - half, count)]
+
+
+def _groups(topology: Topology, axis: str) -> str:
+    """The groups of an axis: all in a small world, else the first and how many there are."""
+    first = topology.ranks_along(axis, 0)
+    if topology.world > SHOWN_RANKS:
+        return f"{topology.world // len(first)} of {len(first)} ranks, the first {_ranks(first)}"
+    return " ".join(_ranks(g) for g in topology.groups(axis))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """{0,2,4,6}; a long one as {0,2,..,1022}."""
+    return "{" + ",".join(map(str, ranks if len(ranks) <= 16 else (*ranks[:2], "..", ranks[-1]))) + "}"
+
+
+def _span(names: Sequence[str]) -> str:
+    """embedding layers.0-3 final_norm head."""
+    blocks = [n for n in names if n.startswith("layers.")]
+    out = []
+    for name in names:
+        if name not in blocks:
+            out.append(name)
+        elif name == blocks[0]:
+            last = blocks[-1].removeprefix("layers.")
+            out.append(name if len(blocks) == 1 else f"{name}-{last}")
+    return " ".join(out)
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in [head, *rows]]
