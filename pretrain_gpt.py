@@ -12,7 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from megazero import snapshot
+from megazero.checkpoint import folder_of
 from megazero.checkpoint_index import read_index
 from megazero.config import Config, check_world
 from megazero.data.loader import DocumentRules, Loader, Share
@@ -20,9 +23,9 @@ from megazero.data.samples import Parts, open_samples
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import parse
 from megazero.gpt import GPTSetup, gpt_layers
-from megazero.kernels.dispatch import Kernels
+from megazero.kernels.dispatch import Kernels, use_triton
 from megazero.lr_schedule import make_schedule, print_lr_lines
-from megazero.metrics import Metrics, check_places, model_flops
+from megazero.metrics import Metrics, check_folder, check_places, model_flops
 from megazero.parallel.collectives import AgreedError
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.params import collect, initialize
@@ -103,8 +106,10 @@ def prepare(config: Config, world: World) -> Plan:
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab = config.model.vocab_size or tokenizer.vocab_size
     open_parts(config, tokenizer, vocab)
+    document_rules(config, tokenizer)
     check_places(config.logging)
-    checkpoint = checkpoint_to_load(config)
+    check_save(config)
+    checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
     changed: tuple[str, ...] = ()
     if checkpoint is not None:
         saved = Config.from_json(json.dumps(read_index(checkpoint)[0].config))
@@ -112,7 +117,8 @@ def prepare(config: Config, world: World) -> Plan:
         if not config.checkpoint.finetune:
             config = with_saved_schedule(saved, config)
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
-    choose_device(config.parallel.distributed_backend, world.local_rank)
+    device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
+    use_triton(torch.empty(0, device=device), norm_impl(config))
     return Plan(
         config, topology_of(config, world.size), tokenizer, vocab, layers_of(config, vocab), checkpoint, changed
     )
@@ -191,14 +197,25 @@ def topology_of(config: Config, world_size: int) -> Topology:
 
 def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
     """The model as a list of layers, which every layout cuts into stages."""
-    norm = "layer_norm" if config.model.normalization == "LayerNorm" else "rms_norm"
     return gpt_layers(
         GPTSetup(
             config.model, vocab, dtypes(config.precision).master,
             selective=config.recompute.recompute_granularity == "selective",
-            norm_impl=Kernels(config.run.kernels, config.run.kernel).impl(norm),
+            norm_impl=norm_impl(config),
         )
     )
+
+
+def norm_impl(config: Config) -> str:
+    """Which implementation of the norm the flags ask for."""
+    norm = "layer_norm" if config.model.normalization == "LayerNorm" else "rms_norm"
+    return Kernels(config.run.kernels, config.run.kernel).impl(norm)
+
+
+def document_rules(config: Config, tokenizer: Tokenizer) -> DocumentRules:
+    """What the end of a document does. Raises ValueError where the tokenizer has no token for it."""
+    data = config.data
+    return DocumentRules(tokenizer.eod, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
 
 
 def open_parts(config: Config, tokenizer: Tokenizer, vocab: int) -> Parts:
@@ -215,7 +232,7 @@ def open_parts(config: Config, tokenizer: Tokenizer, vocab: int) -> Parts:
 def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     """What this rank reads of each part. Evaluation takes as many samples at a time as training does."""
     config, data = plan.config, plan.config.data
-    rules = DocumentRules(plan.tokenizer.eod, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
+    rules = document_rules(config, plan.tokenizer)
     share = Share(
         config.batch.micro_batch_size, config.batch.micro_batches(mesh.data.size), mesh.data.index, mesh.data.size
     )
@@ -233,16 +250,23 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     return feeds
 
 
-def checkpoint_to_load(config: Config) -> Path | None:
+def check_save(config: Config) -> None:
+    """Raises ValueError where --save could not be made or written to. Makes nothing."""
+    if config.checkpoint.save is not None:
+        check_folder("--save", Path(config.checkpoint.save))
+
+
+def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:
     """The folder to start from; None: start anew. Raises ValueError where --load names nothing."""
     wanted = config.checkpoint
     found = None
     if wanted.auto_resume:
-        found = snapshot.find(Path(wanted.save), wanted.ckpt_step)
+        found = snapshot.find(Path(wanted.save), wanted.ckpt_step, speaks=speaks)
     if found is None and wanted.load is not None:
-        found = snapshot.find(Path(wanted.load), wanted.ckpt_step)
+        found = snapshot.find(Path(wanted.load), wanted.ckpt_step, speaks=speaks)
         if found is None:
-            raise ValueError(f"--load {wanted.load}: there is no complete checkpoint")
+            where = Path(wanted.load) if wanted.ckpt_step is None else folder_of(Path(wanted.load), wanted.ckpt_step)
+            raise ValueError(f"--load {wanted.load}: there is no complete checkpoint in {where}")
     return found
 
 

@@ -214,16 +214,22 @@ def _is_torn(path: Path) -> bool:
 
 def check_places(logging: LoggingConfig) -> None:
     """Raises ValueError where the files of `logging` could not be made. Makes nothing, so that every rank may ask."""
-    for name, place in (("--tensorboard-dir", logging.tensorboard_dir), ("--metrics-jsonl", logging.metrics_jsonl)):
-        if place is None:
-            continue
-        path = Path(place)
-        if name == "--metrics-jsonl" and path.is_dir():
-            raise ValueError(f"{name} {place}: is a folder, not a file")
-        found = next(part for part in (path, *path.resolve().parents) if part.exists())
-        is_file = name == "--metrics-jsonl" and found == path
-        if not os.access(found, os.W_OK) or not (is_file or found.is_dir()):
-            raise ValueError(f"{name} {place}: cannot be written: {found} is not a folder that this user may write to")
+    if logging.tensorboard_dir is not None:
+        check_folder("--tensorboard-dir", Path(logging.tensorboard_dir))
+    if logging.metrics_jsonl is not None:
+        path = Path(logging.metrics_jsonl)
+        if path.is_dir():
+            raise ValueError(f"--metrics-jsonl {path}: is a folder, not a file")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"--metrics-jsonl {path}: cannot be written by this user")
+        check_folder("--metrics-jsonl", path.parent)
+
+
+def check_folder(flag: str, folder: Path) -> None:
+    """Raises ValueError, naming the flag, where `folder` is not one and could not become one. Makes nothing."""
+    found = next(part for part in (folder, *folder.resolve().parents) if part.exists())
+    if not found.is_dir() or not os.access(found, os.W_OK):
+        raise ValueError(f"{flag} {folder}: cannot be written: {found} is not a folder that this user may write to")
 
 
 def layer_flops(model: ModelConfig) -> float:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from .checkpoint import Reader, commit, finish, folder_of, latest, new_save_id, write_rank
-from .checkpoint_index import BucketLayout, Index, StageLayout, TensorEntry
+from .checkpoint_index import INDEX, BucketLayout, Index, StageLayout, TensorEntry
 from .config import Config
 from .parallel.buckets import KINDS
 from .parallel.collectives import gather_objects, together
@@ -55,11 +55,14 @@ def save(root: Path, optimizer: ZeroAdamW, mesh: Mesh, *, config: Config, progre
     return folder
 
 
-def find(root: Path, step: int | None) -> Path | None:
-    """The folder of the checkpoint to load: of iteration `step`, or the newest complete one; None: there is none."""
+def find(root: Path, step: int | None, *, speaks: bool) -> Path | None:
+    """The folder of the checkpoint to load: of iteration `step`, or the newest complete one; None: there is none.
+
+    A rank that speaks prints which newer folders it passes over.
+    """
     if step is None:
-        step = latest(root)
-    return None if step is None else folder_of(root, step)
+        step = latest(root, say=print if speaks else lambda line: None)
+    return folder_of(root, step) if step is not None and (folder_of(root, step) / INDEX).is_file() else None
 
 
 def load(folder: Path, optimizer: ZeroAdamW, mesh: Mesh, *, moments: bool) -> Progress:

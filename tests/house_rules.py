@@ -30,7 +30,8 @@ FLOORS = (
     ("megazero/pipe/", "megazero/attention.py", "megazero/mlp.py", "megazero/metrics.py"),
     ("megazero/checkpoint_index.py",),
     ("megazero/checkpoint.py",),
-    ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py"),
+    ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
+     "megazero/generation.py"),
     ("megazero/gpt.py",),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )

@@ -1,0 +1,248 @@
+"""The front door: wrong flags and files end all ranks at once with one line, printing commands print, runs can be
+left and taken up again.
+
+What happens before ranks meet is tried rank by rank in this process; whole scripts are run where processes matter.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import pretrain_gpt
+from megazero.config import Config
+from megazero.data.indexed import IndexedWriter
+from megazero.lr_schedule import make_schedule
+from megazero.plan import plan_stages
+from tests.harness import run_script
+from tests.training import LLAMA, SMALL, train
+
+
+def run(capsys: pytest.CaptureFixture, code: int, flags: str) -> tuple[str, str]:
+    """What the front door says, entered here as one process: standard output and error."""
+    assert pretrain_gpt.main(f"{SMALL} {flags}".split()) == code
+    return capsys.readouterr()
+
+
+def run_ranks(words: list[str], n: int, code: int, told: str) -> None:
+    """The script itself on n ranks: all end with `code` in time, and one of them says why in one line.
+
+    In time is 15 s on two free cores; here others may use them too. A rank that waited for the others would wait for
+    --distributed-timeout-minutes.
+    """
+    ended = run_script(["pretrain_gpt.py", *words], n)
+    assert [rank.code for rank in ended] == [code] * n
+    said = "".join(rank.stderr for rank in ended)
+    assert told in said and said.count("\n") == 1, said
+    assert "".join(rank.stdout for rank in ended) == ""
+    assert max(rank.seconds for rank in ended) < 45
+
+
+def metrics(path: Path) -> list[dict]:
+    """The training lines of --metrics-jsonl, without what depends on the clock."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    timeless = ("iteration", "consumed_samples", "lm_loss", "grad_norm", "learning_rate")
+    return [{key: line[key] for key in timeless} for line in lines if "split" not in line]
+
+
+# -------------------------------------------------------------------------------------------------- what is refused
+
+
+def write_tokens(prefix: Path, vocab: int) -> Path:
+    with IndexedWriter(prefix, vocab_size=vocab) as writer:
+        writer.add_document([np.arange(400) % vocab])
+    return prefix
+
+
+def without(flag: str) -> str:
+    """SMALL without a flag and its value."""
+    return re.sub(rf"{flag}( [^-]\S*)?(?= |$)", "", SMALL)
+
+
+WRONG = [
+    # C079: the two numbers are named
+    (4, "{small} --num-attention-heads 6 --hidden-size 48 {tp4}", "--num-attention-heads 6 is not divisible by"),
+    (4, "{small} --ffn-hidden-size 30 {tp4}", "--ffn-hidden-size 30 is not divisible by --tensor-model"),
+    (4, "{small} {llama} --num-query-groups 2 {tp4}", "--num-query-groups 2 is not divisible by"),
+    (4, "{small} --seq-length 18 {tp4}", "--seq-length 18 is not divisible by --tensor-model-parallel-size 4"),
+    (3, "{small} --tensor-model-parallel-size 2", "world size 3 is not a multiple of --tensor-model-parallel-size 2"),
+    (5, "{small} --pipeline-model-parallel-size 5", "--num-layers 4 is below --pipeline-model-parallel-size 5"),
+    # C137: the equation, and the nearest flag
+    (2, "{small} --global-batch-size 7", "7 must be --micro-batch-size 2 x accumulation x data size 2"),
+    (2, "{small} --num-layer 3", "unknown flag --num-layer; did you mean --num-layers?"),
+    (2, "{data} --data-path {tmp}/none_text_document", "{tmp}/none_text_document"),
+    # C016: data made with a larger vocabulary
+    (2, "{data} --data-path {tmp}/wide", "was made with a vocabulary of 131, the tokenizer"),
+    # C047: an explicit load of what is not there
+    (2, "{small} --load {tmp}/empty", "--load {tmp}/empty: there is no complete checkpoint"),
+    (2, "{small} --load {tmp}/empty --ckpt-step 7", "there is no complete checkpoint"),
+    # C034: no end of document, and something asked of it
+    (2, "{small} --eod-mask-loss", "the tokenizer has no end-of-document token"),
+    (2, "{small} --reset-attention-mask", "the tokenizer has no end-of-document token"),
+    (2, "{small} --metrics-jsonl {tmp}/empty", "--metrics-jsonl {tmp}/empty: "),
+    (2, "{small} --tensorboard-dir {tmp}/wide.bin", "--tensorboard-dir {tmp}/wide.bin: "),
+    (2, "{small} --save {tmp}/wide.bin --save-interval 1", "--save {tmp}/wide.bin: "),
+    # C139
+    (2, "{small} --kernel soft=torch", "--kernel soft=torch: "),
+    (2, "{small} --kernels fast", "--kernels fast: must be one of auto, triton, torch"),
+]
+
+
+@pytest.mark.parametrize(("n", "words", "told"), WRONG, ids=[words.replace("{small} ", "") for _, words, _ in WRONG])
+def test_what_is_wrong_is_told_by_one_rank_and_fails_all_before_any_waits_for_another(
+    n: int, words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "empty").mkdir()
+    write_tokens(tmp_path / "wide", 131)
+    texts = {
+        "small": SMALL, "data": without("--mock-data"), "llama": LLAMA, "tp4": "--tensor-model-parallel-size 4",
+        "tmp": tmp_path,
+    }
+    monkeypatch.setattr(pretrain_gpt, "connect", lambda *_, **__: pytest.fail("it went on to meet the others"))
+    monkeypatch.setenv("WORLD_SIZE", str(n))
+    for rank in range(n):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert pretrain_gpt.main(words.format(**texts).split()) != 0
+        out, err = capsys.readouterr()
+        assert out == ""
+        if rank == 0:
+            assert told.format(**texts) in err and err.startswith("pretrain_gpt.py: error: ") and err.count("\n") == 1
+        else:
+            assert err == ""
+
+
+def test_as_processes_all_ranks_end_in_time_and_one_speaks() -> None:
+    heads = "--num-attention-heads 6 --hidden-size 48 --tensor-model-parallel-size 4"
+    run_ranks(f"{SMALL} {heads}".split(), 4, 2, "--num-attention-heads 6 is not divisible by")
+    gone = f"{without('--mock-data')} --data-path gone_text_document"
+    run_ranks(gone.split(), 2, 2, "gone_text_document")
+
+
+# -------------------------------------------------------------------------------------------------- what is printed
+
+
+def test_the_layout_of_a_world_is_printed_without_the_world(capsys: pytest.CaptureFixture) -> None:
+    """C141: coordinates, groups, layers of each stage and parameters of each rank; neither data nor --lr is asked."""
+    words = (
+        "--num-layers 5 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 97 --print-layout "
+        "--world-size 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"
+    ).split()
+    assert pretrain_gpt.main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == "" and "world 8: tensor 2 x pipeline 2 x data 2" in out
+    assert "tensor    {0,1} {2,3} {4,5} {6,7}" in out and "pipeline  {0,4} {1,5} {2,6} {3,7}" in out
+    assert "data      {0,2} {1,3} {4,6} {5,7}" in out and "tied_data {0,2,4,6} {1,3,5,7}" in out
+    assert "embedding layers.0-2" in out and "layers.3-4 final_norm head" in out
+    rows = [line.split() for line in out.splitlines() if re.fullmatch(r"\d( +\d){3} +[\d,]+", line)]
+    assert [tuple(map(int, row[:4])) for row in rows] == [(r, r // 4, r // 2 % 2, r % 2) for r in range(8)]
+    config = pretrain_gpt.parse([*words, "--train-iters", "1"])[0]
+    first, last = plan_stages(pretrain_gpt.layers_of(config, 97), pretrain_gpt.topology_of(config, 8))
+    assert [row[4] for row in rows] == [f"{first.parameters:,}"] * 4 + [f"{last.parameters:,}"] * 4
+    assert f"parameters {first.recorded + last.recorded:,}" in out
+    assert pretrain_gpt.main([*words, "--world-size", "6"]) == 2
+
+
+def test_rates_are_printed_as_the_run_uses_them(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    schedule = "--lr-decay-style cosine --lr-warmup-iters 2 --min-lr 1e-4 --train-iters 4"
+    out, _ = run(capsys, 0, f"{schedule} --print-lr 4")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [sorted(line) for line in lines] == [["learning_rate", "step", "weight_decay"]] * 4
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and lines[0]["learning_rate"] == 0.0
+    run(capsys, 0, f"{schedule} --metrics-jsonl {tmp_path}/m.jsonl")
+    used = [step["learning_rate"] for step in metrics(tmp_path / "m.jsonl")]
+    assert used == [line["learning_rate"] for line in lines]
+
+
+def test_the_configuration_is_printed_whole(capsys: pytest.CaptureFixture) -> None:
+    out, _ = run(capsys, 0, "--lr 0.5 --print-config")
+    config = Config.from_json(out)
+    assert config.schedule.lr == 0.5 and config.model.num_layers == 4 and config.run.print_config
+    assert make_schedule(config.schedule, config.batch, 8).at(0) == (0.5, 0.1)
+
+
+# ------------------------------------------------------------------------------------------- runs, and what is left
+
+
+def contents(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file with its size and the time of its last change."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def test_auto_resume_starts_anew_where_there_is_nothing_and_says_so(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """C047: the named choice; then it resumes what it finds."""
+    flags = f"--save {tmp_path}/new --save-interval 2 --auto-resume --log-interval 1"
+    out, err = run(capsys, 0, f"{flags} --train-iters 2")
+    assert f"--auto-resume: nothing to resume in {tmp_path}/new, starting anew" in out and err == ""
+    assert "iteration 1/2" in out and "iteration 2/2" in out
+    out, _ = run(capsys, 0, f"{flags} --train-iters 3")
+    assert "going on after iteration 2" in out and "iteration 3/3" in out and "iteration 2/3" not in out
+
+
+def test_a_finished_run_does_nothing_when_relaunched_and_goes_on_to_a_larger_target(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """C054: 4 of 4, again, and 6 of 6 as if it had never stopped."""
+    folder = tmp_path / "run"
+    flags = f"--save {folder} --load {folder} --save-interval 2 --metrics-jsonl {tmp_path}/parts.jsonl"
+    run(capsys, 0, f"{flags.replace(f'--load {folder}', '')} --train-iters 4")
+    before = contents(folder)
+    out, err = run(capsys, 0, f"{flags} --train-iters 4")
+    assert "nothing to do: the checkpoint is at iteration 4 of 4" in out and err == ""
+    assert contents(folder) == before and len(metrics(tmp_path / "parts.jsonl")) == 4
+    run(capsys, 0, f"{flags} --train-iters 6")
+    run(capsys, 0, f"--train-iters 6 --metrics-jsonl {tmp_path}/straight.jsonl")
+    assert metrics(tmp_path / "parts.jsonl") == metrics(tmp_path / "straight.jsonl")
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "6"
+
+
+def test_a_run_is_left_at_an_interval_or_after_a_time_with_a_save(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    flags = f"--train-iters 5 --save-interval 100 --eval-interval 1 --eval-iters 1 --save {tmp_path}"
+    out, _ = run(capsys, 0, f"{flags}/interval --exit-interval 3 --metrics-jsonl {tmp_path}/m.jsonl")
+    assert "left after iteration 3, as asked" in out and (tmp_path / "interval/iter_0000003/index.json").is_file()
+    assert [step["iteration"] for step in metrics(tmp_path / "m.jsonl")] == [1, 2, 3]
+    out, _ = run(capsys, 0, f"{flags}/time --exit-duration-in-mins 0")
+    assert "left after iteration 1, as asked" in out and (tmp_path / "time/iter_0000001/index.json").is_file()
+
+
+def test_all_ranks_leave_together_when_time_is_up() -> None:
+    assert len(train("--exit-duration-in-mins 0", (2, 2, 1)).steps) == 1
+
+
+# ----------------------------------------------------------------------------------------------------- C139: kernels
+
+HIDE_TRITON = """
+import runpy, sys
+sys.modules["triton"] = None
+sys.argv = ["pretrain_gpt.py", *sys.argv[1:]]
+runpy.run_path("pretrain_gpt.py", run_name="__main__")
+"""
+
+
+def test_without_triton_the_script_trains_on_the_torch_path(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """C139: with the same results; only what asks for triton by name is refused."""
+    flags = f"{SMALL} {LLAMA} --train-iters 2 --metrics-jsonl"
+    (ended,) = run_script(["-c", HIDE_TRITON, *f"{flags} {tmp_path}/without.jsonl".split()])
+    assert ended.code == 0 and ended.stderr == "", ended.stderr
+    run(capsys, 0, f"{LLAMA} --train-iters 2 --kernel rms_norm=torch --metrics-jsonl {tmp_path}/with.jsonl")
+    assert metrics(tmp_path / "without.jsonl") == metrics(tmp_path / "with.jsonl")
+    (refused,) = run_script(["-c", HIDE_TRITON, *f"{SMALL} --train-iters 2 --kernels triton".split()])
+    assert refused.code == 2 and refused.stderr.count("\n") == 1 and "triton is not installed here" in refused.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+def test_triton_by_name_is_refused_where_it_cannot_run() -> None:
+    """C139: with triton but without a GPU or Triton's interpreter."""
+    (ended,) = run_script(["pretrain_gpt.py", *f"{SMALL} --kernels triton".split()], env={"TRITON_INTERPRET": "0"})
+    assert ended.code == 2 and ended.stderr.count("\n") == 1, ended.stderr
+    assert ended.stderr.startswith("pretrain_gpt.py: error: ") and "triton" in ended.stderr
