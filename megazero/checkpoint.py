@@ -221,7 +221,7 @@ class Reader:
                     at += piece.numel
 
     def _shard_ranks(self, place: _Place, spec: ShardSpec) -> list[int]:
-        key = place.stage, place.bucket.axis, is_cut_by_tensor(spec)
+        key = place.stage, place.bucket.axis, is_cut_by_tensor(spec, self.topology)
         if key not in self._shards:
             self._shards[key] = shard_ranks(self.topology, place.stage, place.bucket.axis, spec)
         return self._shards[key]

@@ -53,8 +53,8 @@ def make_index(topology, dtype=torch.float32, align=1, progress=PROGRESS):
             name: spec(topology.tensor) for name, (layer, spec) in MODEL.items() if stage in stage_of(layer, topology)
         }
         buckets = []
-        for axis, cut in sorted({(s.data_axis, is_cut_by_tensor(s)) for s in specs.values()}):
-            names = tuple(n for n, s in specs.items() if (s.data_axis, is_cut_by_tensor(s)) == (axis, cut))
+        for axis, cut in sorted({(s.data_axis, is_cut_by_tensor(s, topology)) for s in specs.values()}):
+            names = tuple(n for n, s in specs.items() if (s.data_axis, is_cut_by_tensor(s, topology)) == (axis, cut))
             total = sum(prod(specs[n].local_shape(topology)) for n in names)
             share = -(-total // (topology.size(axis) * align)) * align
             buckets.append(BucketLayout(axis, names, share))

@@ -88,7 +88,8 @@ def make_buckets(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype) -> list
     alike: dict[tuple, list[ParamInfo]] = {}
     for info in infos:
         spec = info.spec
-        key = (spec.data_axis == "tied_data", spec.data_axis, spec.grad_sum, is_cut_by_tensor(spec), info.decay)
+        is_cut = is_cut_by_tensor(spec, mesh.topology)
+        key = (spec.data_axis == "tied_data", spec.data_axis, spec.grad_sum, is_cut, info.decay)
         alike.setdefault(key, []).append(info)
     return [_make_bucket(alike[key], mesh, dtype) for key in sorted(alike)]
 

@@ -138,9 +138,9 @@ def owned_boxes(spec: ShardSpec, topology: Topology, rank: int, start: int, stop
 
 def is_recorded(spec: ShardSpec, topology: Topology, rank: int) -> bool:
     """Whether this rank's copy counts (norm, count, saving): of the ranks that own an element one says yes."""
-    return is_cut_by_tensor(spec) or topology.index("tensor", rank) == 0
+    return is_cut_by_tensor(spec, topology) or topology.index("tensor", rank) == 0
 
 
-def is_cut_by_tensor(spec: ShardSpec) -> bool:
-    """Whether the ranks of a tensor group hold different elements."""
-    return "tensor" in spec.cut or "expert_tensor" in spec.cut
+def is_cut_by_tensor(spec: ShardSpec, topology: Topology) -> bool:
+    """Whether the ranks of a tensor group own different elements: where experts are cut over data x tensor, they do."""
+    return "tensor" in spec.cut or (spec.is_expert and ("expert_tensor" in spec.cut or topology.expert_tensor == 1))
