@@ -1,255 +1,268 @@
-"""Turns JSON lines into token files: PREFIX_text_document.bin, .idx and .json, "text" being the key of the texts.
+"""Turns text into token files: PREFIX_text_document.bin, .idx and .json, "text" being the key of the texts.
 
-One line is one document. Documents without text are left out and counted; a bad line ends the run (or is counted, with
---skip-bad-lines). What is written does not depend on --workers, and appears only when all of it is there. The last
-line of the output is a JSON summary, one for each key.
+One line of JSON is one document, or one file with --format text. Documents without text are left out and counted; a bad
+line ends the run (or is counted, with --skip-bad-lines). What is written does not depend on --workers, and appears only
+when all of it is there. An interrupted run leaves its finished shards in PREFIX.partial; --resume goes on after them.
+The last line of the output is a JSON summary, one for each key.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
+import hashlib
 import os
-import signal
 import sys
-import threading
-from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import time
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import lru_cache
-from multiprocessing.connection import wait
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from data_tools.jsonl import expand, numbered_lines, texts  # noqa: E402
+from data_tools.command import command  # noqa: E402
+from data_tools.encoding import Encoded, Encoder, Settings  # noqa: E402
+from data_tools.inputs import (  # noqa: E402
+    BLOCK_BYTES,
+    COMPRESSED,
+    Files,
+    Lines,
+    Position,
+    expand,
+    file_blocks,
+    line_blocks,
+)
+from data_tools.journal import Journal, Progress  # noqa: E402
+from data_tools.progress import ProgressBar  # noqa: E402
+from data_tools.workers import Workers  # noqa: E402
 from megazero.config import DataConfig  # noqa: E402
-from megazero.data.indexed import IndexedWriter  # noqa: E402
-from megazero.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
+from megazero.data.indexed import IndexedWriter, Mark  # noqa: E402
+from megazero.data.tokenizer import TYPES  # noqa: E402
 
-BATCH_LINES, BATCH_BYTES = 256, 1 << 20  # what a worker gets at once, whichever is reached first
 SHOWN_BAD_LINES = 10
-
-
-@dataclass(frozen=True)
-class Settings:
-    """All that a worker needs to know, small and hashable."""
-
-    data: DataConfig
-    vocab_size: int | None
-    keys: tuple[str, ...]
-    append_eod: bool
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Some lines of one file that follow each other."""
-
-    path: str
-    first: int  # number of the first line
-    lines: list[bytes]
-
-
-@dataclass
-class Encoded:
-    """What a batch became: for each key its documents as one array of ids and their lengths."""
-
-    size: int  # bytes of the lines
-    bad: list[str] = field(default_factory=list)
-    ids: list[NDArray[np.int32]] = field(default_factory=list)
-    lengths: list[list[int]] = field(default_factory=list)
-    empty: list[int] = field(default_factory=list)
+GROWTH = 8  # of compressed files, guessed, to find out how many workers have something to do
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--input", nargs="+", required=True, help="JSONL files or glob patterns")
-    add("--output-prefix", required=True, help="begin of the names of the files that are written")
+    add = parser.add_argument_group("input").add_argument
+    add("--input", nargs="+", required=True, help="files or glob patterns; .gz, .bz2 and .zst are decompressed")
+    add("--format", choices=("jsonl", "text"), default="jsonl", help="a document is a line, or a file; default: jsonl")
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts, a pair of files for each; default: text")
-    add("--tokenizer-type", required=True, help="as for pretrain_gpt.py")
+    add("--split-sentences", action="store_true", help="a sequence for each sentence; see data_tools/sentences.py")
+    add("--skip-bad-lines", action="store_true", help="count lines that are no document instead of ending there")
+    add = parser.add_argument_group("tokenizer").add_argument
+    add("--tokenizer-type", required=True, help=f"one of {', '.join(TYPES)}")
     add("--tokenizer-model", help="model file of SentencePiece and Hugging Face tokenizers")
     add("--vocab-file", help="vocab.json of a GPT-2 tokenizer")
     add("--merge-file", help="merges.txt of a GPT-2 tokenizer")
     add("--vocab-size", type=int, help="number of ids of a NullTokenizer")
     add("--append-eod", action="store_true", help="end each document with the tokenizer's end-of-document token")
-    add("--workers", type=int, default=1, help="processes that tokenize; default: 1, this one")
+    add = parser.add_argument_group("output").add_argument
+    add("--output-prefix", required=True, help="begin of the names of the files that are written")
+    add(
+        "--resume",
+        action="store_true",
+        help="go on after the last finished shard of an interrupted run, if there is one",
+    )
+    add("--shard-megabytes", type=float, default=64, help="input between two such places; default: 64")
+    add = parser.add_argument_group("running").add_argument
+    add("--workers", type=int, help="processes that tokenize; default: as many as there are cores")
     add("--log-interval", type=int, default=1000, help="documents between updates of the progress bar; default: 1000")
-    add("--skip-bad-lines", action="store_true", help="count lines that are no document instead of ending there")
-    return parser.parse_args(argv)
+    add = parser.add_argument_group("accepted from Megatron's command lines, without effect").add_argument
+    add("--dataset-impl", choices=("mmap",), help="the only kind of file there is")
+    add("--partitions", type=int, help="workers share any input")
+    add("--keep-sequential-samples", action="store_true", help="the order of the input is always kept")
+    add("--keep-newlines", action="store_true", help="sentences always keep them")
+    add("--lang", help="one rule for sentences serves all languages")
+    args = parser.parse_args(argv)
+    for name, least in (("workers", 1), ("log_interval", 1), ("shard_megabytes", 0)):
+        value = vars(args)[name]
+        if value is not None and value < least:
+            parser.error(f"--{name.replace('_', '-')} {value}: at least {least}")
+    return args
 
 
-def batches(files: Iterable[str]) -> Iterator[Batch]:
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def useful_workers(wanted: int, files: list[str]) -> int:
+    """No more workers than there are blocks to encode."""
+    size = sum(
+        os.path.getsize(path) * (GROWTH if path.endswith(COMPRESSED) else 1)
+        if os.path.isfile(path)
+        else wanted * BLOCK_BYTES  # of a pipe nothing is known
+        for path in files
+    )
+    return max(1, min(wanted, size // BLOCK_BYTES))
+
+
+def identity(args: argparse.Namespace, files: list[str], fingerprint: str) -> dict[str, object]:
+    """What shapes the output, for --resume to compare."""
+    described = hashlib.sha256()
     for path in files:
-        lines: list[bytes] = []
-        size = 0
-        for number, line in numbered_lines(path):
-            lines.append(line)
-            size += len(line)
-            if len(lines) == BATCH_LINES or size >= BATCH_BYTES:
-                yield Batch(path, number + 1 - len(lines), lines)
-                lines, size = [], 0
-        if lines:
-            yield Batch(path, number + 1 - len(lines), lines)
+        state = os.stat(path)
+        described.update(f"{path}\0{state.st_size}\0{state.st_mtime_ns}\0".encode("utf-8", "surrogateescape"))
+    return {
+        "the input (names, sizes and times of change)": described.hexdigest(),
+        "--format": args.format,
+        "--json-keys": args.json_keys,
+        "--split-sentences": args.split_sentences,
+        "the tokenizer": f"{args.tokenizer_type} {fingerprint} {args.vocab_size or ''}",
+        "--append-eod": args.append_eod,
+    }
 
 
-@lru_cache(maxsize=1)
-def tokenizer_of(settings: Settings) -> Tokenizer:
-    """The tokenizer, built once in each process."""
-    return build_tokenizer(settings.data, settings.vocab_size)
+class Output:
+    """The files that are written, one set for each key, and the counts of what went into them."""
 
+    def __init__(self, args: argparse.Namespace, encoder: Encoder, journal: Journal, done: Progress | None):
+        self._args, self._journal, keys = args, journal, args.json_keys
+        done = done or Progress(Position(), (Mark(),) * len(keys), (0,) * len(keys))
+        self.position, self.bad_lines, self.input_bytes = done.position, done.bad_lines, done.input_bytes
+        self.empty, self._shard = list(done.empty), 0
+        self.writers: list[IndexedWriter] = []
+        level = "sentence" if args.split_sentences else "document"
+        tokenizer = encoder.tokenizer
+        for number, (key, mark) in enumerate(zip(keys, done.marks)):
+            writer = IndexedWriter(
+                f"{args.output_prefix}_{key}_{level}",
+                vocab_size=tokenizer.vocab_size,
+                fingerprint=tokenizer.fingerprint,
+                partial=journal.folder / str(number),
+                resume=mark if journal.kept else None,
+            )
+            self.writers.append(writer)
 
-def encode(settings: Settings, batch: Batch) -> Encoded:
-    tokenizer = tokenizer_of(settings)
-    end = [tokenizer.eod] if settings.append_eod and tokenizer.eod is not None else []
-    result = Encoded(size=sum(map(len, batch.lines)))
-    ids: list[list[NDArray[np.int32]]] = [[] for _ in settings.keys]
-    result.empty = [0] * len(settings.keys)
-    for number, line in enumerate(batch.lines, start=batch.first):
-        try:
-            found = [tokenizer.encode(text) if text.strip() else [] for text in texts(line, settings.keys)]
-        except ValueError as error:
-            result.bad.append(f"{batch.path}, line {number}: {error}")
-            continue
-        for key, document in enumerate(found):
-            if document:
-                ids[key].append(np.array(document + end, np.int32))
-            else:
-                result.empty[key] += 1
-    result.lengths = [[len(document) for document in documents] for documents in ids]
-    result.ids = [np.concatenate([*documents, np.empty(0, np.int32)]) for documents in ids]
-    return result
+    @property
+    def documents(self) -> int:
+        """Lines so far, with text or without."""
+        return self.writers[0].num_documents + self.empty[0] + self.bad_lines
 
+    def add(self, encoded: Encoded, position: Position) -> None:
+        """Writes what a block became; `position` is the place after it. ValueError: a bad line."""
+        if encoded.bad and not self._args.skip_bad_lines:
+            raise ValueError(encoded.bad[0])
+        for line in encoded.bad[: max(0, SHOWN_BAD_LINES - self.bad_lines)]:
+            print(f"left out: {line}", file=sys.stderr)
+        for number, (writer, column) in enumerate(zip(self.writers, encoded.columns)):
+            writer.add_documents(column.ids, column.lengths, column.counts)
+            self.empty[number] += column.empty
+        self.bad_lines += len(encoded.bad)
+        self.input_bytes += encoded.size
+        self.position = position
+        self._shard += encoded.size
+        if self._shard >= self._args.shard_megabytes * 1e6:
+            marks = tuple(writer.mark() for writer in self.writers)
+            self._journal.save(Progress(position, marks, tuple(self.empty), self.bad_lines, self.input_bytes))
+            self._shard = 0
 
-def follow_parent() -> None:
-    """A worker leaves the end of the run to its parent, and ends itself when the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def encode_all(settings: Settings, source: Iterator[Batch], workers: int) -> Iterator[Encoded]:
-    """The encoded batches in order. No more than a few wait at any time, however large the input."""
-    if workers <= 1:
-        yield from (encode(settings, batch) for batch in source)
-        return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=follow_parent)
-    try:
-        waiting = deque()
-        for batch in source:
-            waiting.append(pool.submit(encode, settings, batch))
-            if len(waiting) >= 4 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class Progress:
-    """A bar over the bytes of the input, moved every `interval` documents."""
-
-    def __init__(self, bar: tqdm, interval: int):
-        self._bar, self._interval, self._size, self._shown = bar, interval, 0, 0
-
-    def add(self, size: int, documents: int) -> None:
-        """`size` more bytes are done, `documents` documents so far."""
-        self._size += size
-        if documents >= self._shown + self._interval:
-            self._bar.set_postfix(documents=documents, refresh=False)
-            self._bar.update(self._size)
-            self._size, self._shown = 0, documents
-
-
-def append(writer: IndexedWriter, ids: NDArray[np.int32], lengths: list[int]) -> None:
-    """Adds the documents that lie one after the other in `ids`."""
-    end = 0
-    for length in lengths:
-        writer.add_document([ids[end : end + length]])
-        end += length
-
-
-def write(args: argparse.Namespace, settings: Settings, files: list[str]) -> list[dict[str, object]]:
-    """Encodes and writes everything; one summary for each key."""
-    tokenizer = tokenizer_of(settings)
-    if settings.append_eod and tokenizer.eod is None:
-        raise ValueError(f"--append-eod: the {args.tokenizer_type} has no end-of-document token (eos)")
-    empty, bad = [0] * len(settings.keys), 0
-    vocabulary = {"vocab_size": tokenizer.vocab_size, "fingerprint": tokenizer.fingerprint}
-    total = sum(map(os.path.getsize, files))
-    with ExitStack() as stack:
-        writers = [
-            stack.enter_context(IndexedWriter(f"{args.output_prefix}_{key}_document", **vocabulary))
-            for key in settings.keys
-        ]
-        bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, miniters=1, disable=None))
-        progress = Progress(bar, args.log_interval)
-        for result in encode_all(settings, batches(files), args.workers):
-            if result.bad and not args.skip_bad_lines:
-                raise ValueError(result.bad[0])
-            for line in result.bad[: max(0, SHOWN_BAD_LINES - bad)]:
-                print(f"left out: {line}", file=sys.stderr)
-            bad += len(result.bad)
-            for key, writer in enumerate(writers):
-                append(writer, result.ids[key], result.lengths[key])
-                empty[key] += result.empty[key]
-            progress.add(result.size, writers[0].num_documents)
-        for key, writer in zip(settings.keys, writers):
+    def finish(self) -> None:
+        """Gives all files their final names. ValueError: there is nothing in them."""
+        for key, writer in zip(self._args.json_keys, self.writers):
             if writer.num_documents == 0:
-                raise ValueError(f"--input {' '.join(args.input)}: no document has text under {key!r}")
-    return [
-        {
-            "prefix": writer.prefix,
-            "documents": writer.num_documents,
-            "empty": without,
-            "bad_lines": bad,
-            "tokens": writer.num_tokens,
-            "bytes": writer.num_tokens * writer.dtype.itemsize,
-            "dtype": writer.dtype.name,
-            "vocab_size": writer.vocab_size,
-        }
-        for writer, without in zip(writers, empty)
-    ]
+                raise ValueError(f"--input {' '.join(self._args.input)}: no document has text under {key!r}")
+        for writer in self.writers:
+            writer.prepare()
+        try:
+            for writer in self.writers:
+                writer.publish()
+        except BaseException:
+            for writer in self.writers:
+                writer.withdraw()
+            raise
+
+    def summaries(self, seconds: float) -> list[dict[str, object]]:
+        """What came of it, for each key. `skipped` are the documents left out: empty ones and bad lines."""
+        return [
+            {
+                "prefix": writer.prefix,
+                "documents": writer.num_documents,
+                "empty": empty,
+                "bad_lines": self.bad_lines,
+                "skipped": empty + self.bad_lines,
+                "sequences": writer.num_sequences,
+                "tokens": writer.num_tokens,
+                "bytes": writer.num_tokens * writer.dtype.itemsize,
+                "input_bytes": self.input_bytes,
+                "dtype": writer.dtype.name,
+                "vocab_size": writer.vocab_size,
+                "seconds": round(seconds, 3),
+            }
+            for writer, empty in zip(self.writers, self.empty)
+        ]
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+def write(args: argparse.Namespace, files: list[str], encoder: Encoder, workers: Workers) -> list[dict[str, object]]:
+    """Encodes and writes everything; one summary for each key."""
+    start = time.monotonic()
+    with ExitStack() as stack:
+        journal = stack.enter_context(Journal(args.output_prefix, identity(args, files, encoder.tokenizer.fingerprint)))
+        done = begin(args, journal)
+        output = stack.enter_context(Output(args, encoder, journal, done))
+        documents, size = output.documents, output.input_bytes
+        total = sum(map(os.path.getsize, files))
+        bar = ProgressBar(total, done_bytes=output.position.disk_bytes, interval=args.log_interval)
+        stack.enter_context(bar)
+        blocks: Iterator[tuple[Lines | Files, Position]]
+        blocks = (file_blocks if args.format == "text" else line_blocks)(files, output.position)
+        for encoded, position in workers.encode(encoder, blocks):
+            output.add(encoded, position)
+            bar.update(position.disk_bytes, output.documents - documents, output.input_bytes - size)
+        bar.update(total, output.documents - documents, output.input_bytes - size, last=True)
+        output.finish()
+        return output.summaries(time.monotonic() - start)
+
+
+def begin(args: argparse.Namespace, journal: Journal) -> Progress | None:
+    """What is done already, with --resume."""
+    done = journal.load() if args.resume else None
+    if done is None:
+        if args.resume:
+            print(f"--resume: no shard is finished in {journal.folder}, starting anew", file=sys.stderr)
+        journal.clear()
+    else:
+        documents = done.marks[0].documents + done.empty[0] + done.bad_lines
+        print(f"--resume: going on after {documents:,} documents", file=sys.stderr)
+    return done
 
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """Writes the files that the arguments ask for; one summary for each key."""
+    files = expand(args.input)
+    if args.format == "text" and args.json_keys != ["text"]:
+        raise ValueError(f"--format text has no --json-keys {' '.join(args.json_keys)}")
+    if len(set(args.json_keys)) < len(args.json_keys):
+        raise ValueError(f"--json-keys {' '.join(args.json_keys)}: each may be given once")
     data = DataConfig(
         tokenizer_type=args.tokenizer_type,
         tokenizer_model=args.tokenizer_model,
         vocab_file=args.vocab_file,
         merge_file=args.merge_file,
     )
-    settings = Settings(data, args.vocab_size, tuple(args.json_keys), args.append_eod)
-    return write(args, settings, expand(args.input))
+    settings = Settings(data, args.vocab_size, tuple(args.json_keys), args.append_eod, args.split_sentences)
+    with Workers(useful_workers(args.workers or cores(), files), settings) as workers:
+        encoder = Encoder(settings)
+        workers.wait()
+        return write(args, files, encoder, workers)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what is not finished is removed
-    try:
-        for summary in run(args):
-            print(json.dumps(summary))
-    except (ValueError, OSError) as error:
-        sys.exit(f"preprocess_data.py: error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("preprocess_data.py: interrupted, nothing is written")
-    except BrokenProcessPool as error:
-        sys.exit(f"preprocess_data.py: error: a worker died (killed, or out of memory?): {error}")
+    folder = Path(f"{args.output_prefix}.partial")
+
+    def left() -> str:
+        return f" (finished shards are kept in {folder}: --resume goes on after them)" if folder.exists() else ""
+
+    command("preprocess_data.py", lambda: run(args), left=left)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import random
 import sys
@@ -20,7 +19,9 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from data_tools.jsonl import expand, numbered_lines, texts  # noqa: E402
+from data_tools.command import command  # noqa: E402
+from data_tools.inputs import COMPRESSED, expand, numbered_lines  # noqa: E402
+from data_tools.jsonl import texts  # noqa: E402
 from megazero.data.tokenizer import SentencePieceTokenizer  # noqa: E402
 
 MAX_SENTENCE_BYTES = 4096  # SentencePiece drops longer ones: they are cut instead
@@ -33,7 +34,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--input",
         nargs="+",
         required=True,
-        help="files or glob patterns; .jsonl and .json hold JSON lines, others text",
+        help="files or glob patterns, .gz, .bz2 and .zst too; .jsonl and .json hold JSON lines, others text",
     )
     add("--json-keys", nargs="+", default=["text"], help="keys of the texts in JSON lines; default: text")
     add("--model-prefix", "--output", dest="model_prefix", required=True, help="PREFIX.model is written")
@@ -58,13 +59,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def sentences(files: list[str], keys: list[str]) -> Iterator[str]:
     """The lines of all texts, without their ends; long ones in parts, empty ones left out."""
     for path in files:
-        is_json = path.endswith((".jsonl", ".json"))
+        plain = next((path.removesuffix(ending) for ending in COMPRESSED if path.endswith(ending)), path)
+        is_json = plain.endswith((".jsonl", ".json"))
         for number, line in numbered_lines(path):
             try:
-                found = texts(line, keys) if is_json else [line.decode("utf-8")]
+                found = texts(line, keys) if is_json else [[line.decode("utf-8")]]
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            for sentence in (part for text in found for part in text.split("\n")):
+            for sentence in (part for document in found for text in document for part in text.split("\n")):
                 width = MAX_SENTENCE_BYTES if sentence.isascii() else MAX_SENTENCE_BYTES // 4
                 yield from (sentence[i : i + width] for i in range(0, len(sentence), width))
 
@@ -132,10 +134,8 @@ def run(args: argparse.Namespace) -> dict[str, object]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    try:
-        print(json.dumps(run(parse(argv))))
-    except (ValueError, OSError) as error:
-        sys.exit(f"train_tokenizer.py: error: {error}")
+    args = parse(argv)
+    command("train_tokenizer.py", lambda: [run(args)])
 
 
 if __name__ == "__main__":

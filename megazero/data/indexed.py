@@ -10,6 +10,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import BinaryIO
@@ -44,6 +45,32 @@ def token_dtype(vocab_size: int) -> np.dtype:
     if not 1 <= vocab_size <= 2**31:
         raise ValueError(f"a vocabulary of {vocab_size} entries: ids from 1 to 2^31 entries can be stored")
     return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<i4")
+
+
+def check_ids(
+    ids: NDArray[np.integer],
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    *,
+    vocab_size: int,
+    first_document: int,
+) -> None:
+    """A look at each value before it is cast; for the arguments see IndexedWriter.add_documents.
+
+    ValueError with the number of the document, counted from `first_document`: an id outside the vocabulary, or a
+    sequence too long to be stored.
+    """
+    sequence = wrong = None
+    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
+        token = int(np.argmax((ids < 0) | (ids >= vocab_size)))
+        sequence = int(np.searchsorted(np.cumsum(lengths), token, "right"))
+        wrong = f"id {ids[token]} is not below the vocabulary, {vocab_size}"
+    elif len(lengths) and lengths.max() > MAX_LENGTH:
+        sequence = int(lengths.argmax())
+        wrong = f"a sequence of {lengths.max()} tokens, at most are {MAX_LENGTH}"
+    if sequence is not None:
+        document = first_document + int(np.searchsorted(np.cumsum(counts), sequence, "right"))
+        raise ValueError(f"document {document}: {wrong}")
 
 
 class IndexedReader:
@@ -138,6 +165,16 @@ class IndexedReader:
             position, left = position + len(part), left - len(part)
         return np.frombuffer(b"".join(parts), self.dtype).astype(np.int64)
 
+    def read_rows(self, starts: Sequence[int], count: int) -> NDArray[np.integer]:
+        """`count` tokens from each of `starts` on, [len(starts), count], in the dtype of the file."""
+        if len(starts) and not (0 <= min(starts) and max(starts) + count <= self.num_tokens):
+            raise IndexError(f"tokens {min(starts)} to {max(starts) + count} of {self.num_tokens} in {self.prefix}.bin")
+        file, width = self._file.fileno(), self.dtype.itemsize
+        data = b"".join([os.pread(file, count * width, start * width) for start in starts])
+        if len(data) != len(starts) * count * width:  # the file is shorter, or the read was cut: `read` finds out
+            data = b"".join([self.read(start, count).astype(self.dtype).tobytes() for start in starts])
+        return np.frombuffer(data, self.dtype).reshape(len(starts), count)
+
     def sequence(self, index: int) -> NDArray[np.int64]:
         """The tokens of one sequence, [length]."""
         if not 0 <= index < len(self):
@@ -152,87 +189,158 @@ class IndexedReader:
         return self.read(start, stop - start)
 
 
+@dataclass(frozen=True)
+class Mark:
+    """How far a token file has been written."""
+
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+
 class IndexedWriter:
     """Writes a token file document by document, in flat memory however large it grows.
 
-    Everything goes to temporary files beside the final ones. `finish` gives them their names, the index last, so that
-    an interrupted run leaves nothing that looks complete. As a context manager it finishes after a clean block and
-    discards after an error. Raises ValueError for an id outside the vocabulary: nothing is ever stored wrapped.
+    Everything goes to files in the folder `partial` (PREFIX.PROCESS.partial unless given). `finish` gives them their
+    final names, the index last, so that an interrupted run leaves nothing that looks complete. As a context manager it
+    finishes after a clean block and discards after an error.
+
+    A writer that was closed goes on where a `mark` was taken, if it is given the same folder and `resume`.
+
+    Raises ValueError for an id outside the vocabulary: nothing is ever stored wrapped. OSError names the file.
     """
 
-    def __init__(self, prefix: str | os.PathLike, *, vocab_size: int, fingerprint: str | None = None):
+    def __init__(
+        self,
+        prefix: str | os.PathLike,
+        *,
+        vocab_size: int,
+        fingerprint: str | None = None,
+        partial: str | os.PathLike | None = None,
+        resume: Mark | None = None,
+    ):
         self.prefix = os.fspath(prefix)
         self.vocab_size, self.fingerprint = vocab_size, fingerprint
         self.dtype = token_dtype(vocab_size)
-        self.num_documents = self.num_sequences = self.num_tokens = 0
+        start = resume or Mark()
+        self.num_documents, self.num_sequences, self.num_tokens = start.documents, start.sequences, start.tokens
         os.makedirs(os.path.dirname(self.prefix) or ".", exist_ok=True)
+        self._folder = Path(partial or f"{self.prefix}.{os.getpid()}.partial")
+        self._folder.mkdir(exist_ok=True)
+        sizes = {"bin": start.tokens * self.dtype.itemsize, "lengths": 4 * start.sequences, "ends": 8 * start.documents}
         self._open: dict[str, BinaryIO] = {}
-        for part in ("bin", "lengths", "documents", "idx", "json"):
-            self._open[part] = open(f"{self.prefix}.{part}.{os.getpid()}.partial", "w+b")
+        try:
+            for part, size in (sizes | {"idx": 0, "json": 0}).items():
+                self._open[part] = open(self._folder / part, "r+b" if resume and part in sizes else "w+b")
+                if self._open[part].seek(0, os.SEEK_END) < size:
+                    raise ValueError(f"{self._folder / part} has less than {size} bytes: it cannot be gone on with")
+                self._open[part].truncate(size)
+                self._open[part].seek(size)
+        except BaseException:
+            self.close()
+            raise
 
     def add_document(self, sequences: Sequence[ArrayLike]) -> None:
         """Appends one document, given as the list of its sequences (most often one), each a list or array of ids."""
-        arrays = [self._checked(np.asarray(ids)) for ids in sequences]
+        arrays = [np.asarray(ids) for ids in sequences]
         for ids in arrays:
-            self._open["bin"].write(ids.tobytes())
-            self._open["lengths"].write(struct.pack("<i", len(ids)))
-            self.num_tokens += len(ids)
-        self.num_sequences += len(arrays)
-        self.num_documents += 1
-        self._open["documents"].write(struct.pack("<q", self.num_sequences))
+            if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
+                what = f"{ids.dtype} {ids.shape}"
+                raise ValueError(f"document {self.num_documents}: ids are a list of integers, not {what}")
+        ids = np.concatenate([part for part in arrays if len(part)] or [np.empty(0, self.dtype)])
+        self.add_documents(ids, [len(part) for part in arrays], [len(arrays)])
 
-    def _checked(self, ids: NDArray) -> NDArray:
-        """`ids` in the dtype of the file, after a look at each value."""
-        if ids.ndim != 1 or (ids.dtype.kind not in "iu" and len(ids)):
-            raise ValueError(f"document {self.num_documents}: ids are a list of integers, not {ids.dtype} {ids.shape}")
-        if len(ids) > MAX_LENGTH:
+    def add_documents(self, ids: NDArray[np.integer], lengths: ArrayLike, counts: ArrayLike) -> None:
+        """Appends many documents at once.
+
+        ids      [tokens], those of all sequences, one after the other
+        lengths  [sequences], tokens of each sequence
+        counts   [documents], sequences of each document
+        """
+        lengths, counts = np.asarray(lengths, np.int64), np.asarray(counts, np.int64)
+        if int(lengths.sum()) != len(ids) or int(counts.sum()) != len(lengths):
             raise ValueError(
-                f"document {self.num_documents}: a sequence of {len(ids)} tokens, at most are {MAX_LENGTH}"
+                f"{len(ids)} ids in {len(lengths)} sequences of {int(lengths.sum())} tokens, "
+                f"{len(counts)} documents of {int(counts.sum())} sequences"
             )
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self.vocab_size:
-            bad = ids[(ids < 0) | (ids >= self.vocab_size)][0]
-            raise ValueError(f"document {self.num_documents}: id {bad} is not below the vocabulary, {self.vocab_size}")
-        return ids.astype(self.dtype)
+        check_ids(ids, lengths, counts, vocab_size=self.vocab_size, first_document=self.num_documents)
+        self._write("bin", ids.astype(self.dtype).tobytes())
+        self._write("lengths", lengths.astype("<i4").tobytes())
+        self._write("ends", (self.num_sequences + np.cumsum(counts)).astype("<i8").tobytes())
+        self.num_tokens += len(ids)
+        self.num_sequences += len(lengths)
+        self.num_documents += len(counts)
+
+    def _write(self, part: str, data: bytes) -> None:
+        with self._named(part):
+            self._open[part].write(data)
+
+    @contextmanager
+    def _named(self, part: str) -> Iterator[None]:
+        """A full disk is told with the name of the file."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._folder / part)) from error
+
+    def _sync(self, *parts: str) -> None:
+        for part in parts:
+            with self._named(part):
+                self._open[part].flush()
+                os.fsync(self._open[part].fileno())
+
+    def mark(self) -> Mark:
+        """Brings all that was added to the disk, and tells how much it is."""
+        self._sync("bin", "lengths", "ends")
+        return Mark(self.num_documents, self.num_sequences, self.num_tokens)
 
     def finish(self) -> Sidecar:
         """Writes the index and gives all files their final names. Returns what PREFIX.json says."""
-        size = self.num_tokens * self.dtype.itemsize
-        counts = (self.num_documents, self.num_sequences, self.num_tokens, size)
-        sidecar = Sidecar(self.vocab_size, self.fingerprint, *counts, self.dtype.name)
         try:
-            self._write_index(self._open["idx"])
-            self._open["json"].write(json.dumps(asdict(sidecar), indent=1).encode() + b"\n")
-            for part in ("json", "bin", "idx"):
-                self._open[part].flush()
-                os.fsync(self._open[part].fileno())
-            self._publish()
+            sidecar = self.prepare()
+            self.publish()
         finally:
             self.discard()
         return sidecar
 
-    def _publish(self) -> None:
-        final = {part: Path(f"{self.prefix}.{part}") for part in ("json", "bin", "idx")}
-        final["idx"].unlink(missing_ok=True)  # an old index must not meet new data
+    def prepare(self) -> Sidecar:
+        """Writes all that is missing but for the names, so that `publish` has only to rename."""
+        size = self.num_tokens * self.dtype.itemsize
+        counts = (self.num_documents, self.num_sequences, self.num_tokens, size)
+        sidecar = Sidecar(self.vocab_size, self.fingerprint, *counts, self.dtype.name)
+        self._write_index()
+        self._write("json", json.dumps(asdict(sidecar), indent=1).encode() + b"\n")
+        self._sync("json", "bin", "idx")
+        return sidecar
+
+    def publish(self) -> None:
+        """Gives the files their final names, the index last."""
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)  # an old index must not meet new data
         try:
-            for part, path in final.items():
-                os.replace(self._open[part].name, path)
+            for part in ("json", "bin", "idx"):
+                os.replace(self._folder / part, f"{self.prefix}.{part}")
         except BaseException:  # also a signal between two renames: better no data than half of it
-            for path in final.values():
-                path.unlink(missing_ok=True)
+            self.withdraw()
             raise
 
-    def _write_index(self, file: BinaryIO) -> None:
-        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_documents + 1))
+    def withdraw(self) -> None:
+        """Removes the files under their final names, the index first."""
+        for part in ("idx", "bin", "json"):
+            Path(f"{self.prefix}.{part}").unlink(missing_ok=True)
+
+    def _write_index(self) -> None:
+        header = HEADER.pack(MAGIC, VERSION, CODES[self.dtype], self.num_sequences, self.num_documents + 1)
+        self._write("idx", header)
         for lengths in self._chunks("lengths", "<i4"):
-            file.write(lengths.tobytes())
+            self._write("idx", lengths.tobytes())
         end = 0
         for lengths in self._chunks("lengths", "<i4"):
             ends = end + np.cumsum(lengths, dtype=np.int64) * self.dtype.itemsize
-            file.write(np.concatenate([[end], ends[:-1]]).astype("<i8").tobytes())
+            self._write("idx", np.concatenate([[end], ends[:-1]]).astype("<i8").tobytes())
             end = int(ends[-1])
-        file.write(struct.pack("<q", 0))
-        for documents in self._chunks("documents", "<i8"):
-            file.write(documents.tobytes())
+        self._write("idx", struct.pack("<q", 0))
+        for ends in self._chunks("ends", "<i8"):
+            self._write("idx", ends.tobytes())
 
     def _chunks(self, part: str, dtype: str) -> Iterator[NDArray]:
         file = self._open[part]
@@ -240,11 +348,19 @@ class IndexedWriter:
         while chunk := file.read(CHUNK * np.dtype(dtype).itemsize):
             yield np.frombuffer(chunk, dtype)
 
+    def close(self) -> None:
+        """Lets go of the files and leaves them as they are."""
+        for file in self._open.values():
+            with suppress(OSError):  # of a full disk, which has been told before
+                file.close()
+
     def discard(self) -> None:
         """Removes whatever is not finished."""
-        for file in self._open.values():
-            file.close()
-            Path(file.name).unlink(missing_ok=True)
+        self.close()
+        for part in self._open:
+            (self._folder / part).unlink(missing_ok=True)
+        with suppress(OSError):  # what is not ours stays
+            self._folder.rmdir()
 
     def __enter__(self) -> IndexedWriter:
         return self

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megazero.data.indexed import IndexedReader, IndexedWriter, token_dtype
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # sequences [0,1,2], [3,4], [5..8]; the second document has two of them; written and read by Megatron's own code
 GOLDEN = (
@@ -80,6 +84,84 @@ def test_what_is_written_is_read(documents, vocab_size):
         assert [reader.document(i).tolist() for i in range(reader.num_documents)] == [sum(d, []) for d in documents]
         sequences = [s for document in documents for s in document]
         assert [reader.sequence(i).tolist() for i in range(len(reader))] == sequences
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=3), max_size=4), max_size=4),
+    st.data(),
+)
+def test_documents_added_together_or_one_by_one_and_after_a_pause_are_the_same(batches, data):
+    pause = data.draw(st.integers(0, len(batches)))
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder, "a"), [document for batch in batches for document in batch])
+        writer = mark = None
+        for number, batch in enumerate([*batches, []]):
+            if number == pause:
+                writer = IndexedWriter(Path(folder, "b"), vocab_size=100, partial=Path(folder, "part"), resume=mark)
+            sequences = [sequence for document in batch for sequence in document]
+            ids = np.array([i for sequence in sequences for i in sequence], np.int32)
+            writer = writer or IndexedWriter(Path(folder, "b"), vocab_size=100, partial=Path(folder, "part"))
+            writer.add_documents(ids, [len(s) for s in sequences], [len(document) for document in batch])
+            mark = writer.mark()
+            if number + 1 == pause:  # more is written before the run breaks off
+                writer.add_document([[1, 2], [3]])
+                writer.close()
+        writer.finish()
+        for suffix in ("bin", "idx", "json"):
+            assert Path(folder, f"a.{suffix}").read_bytes() == Path(folder, f"b.{suffix}").read_bytes()
+        assert sorted(os.listdir(folder)) == [f"{name}.{suffix}" for name in "ab" for suffix in ("bin", "idx", "json")]
+
+
+def test_what_is_too_short_for_its_mark_is_not_gone_on_with_c014(tmp_path):
+    writer = IndexedWriter(tmp_path / "x", vocab_size=9, partial=tmp_path / "part")
+    writer.add_document([[1, 2, 3]])
+    mark = writer.mark()
+    writer.close()
+    os.truncate(tmp_path / "part" / "bin", 5)
+    with pytest.raises(ValueError, match="part/bin has less than 6 bytes"):
+        IndexedWriter(tmp_path / "x", vocab_size=9, partial=tmp_path / "part", resume=mark)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "counts", "said"),
+    [
+        ([1, 2, 9], [1, 1, 1], [2, 0, 1], "document 4: id 9 is not below the vocabulary, 9"),
+        ([1, -1, 2], [2, 0, 1], [1, 2], "document 2: id -1"),
+        ([1, 2], [1], [1], "2 ids in 1 sequences of 1 tokens, 1 documents of 1 sequences"),
+        ([1, 2], [1, 1], [1], "2 ids in 2 sequences of 2 tokens, 1 documents of 1 sequences"),
+    ],
+)
+def test_bad_batch_is_refused_by_document_c007(tmp_path, ids, lengths, counts, said):
+    with pytest.raises(ValueError, match=said), IndexedWriter(tmp_path / "x", vocab_size=9) as writer:
+        writer.add_documents(np.zeros(2, np.int32), [1, 1], [1, 1])
+        writer.add_documents(np.array(ids, np.int32), lengths, counts)
+    assert os.listdir(tmp_path) == []
+
+
+def test_too_long_a_sequence_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr("megazero.data.indexed.MAX_LENGTH", 3)
+    with pytest.raises(ValueError, match="document 1: a sequence of 4 tokens, at most are 3"):
+        write(tmp_path / "x", [[[1, 2, 3]], [[1, 2, 3, 4]]])
+
+
+MILLIONS = """
+import resource, sys
+import numpy as np
+from megazero.data.indexed import IndexedWriter
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with IndexedWriter(sys.argv[1], vocab_size=9) as writer:
+    for _ in range(2_000):
+        writer.add_documents(np.ones(1000, np.int32), np.ones(1000, np.int64), np.ones(1000, np.int64))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_index_of_two_million_documents_takes_little_memory_c010(tmp_path):
+    command = [sys.executable, "-c", MILLIONS, str(tmp_path / "x")]
+    grown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert int(grown.stdout) < 60_000  # KiB; the index itself has 40 MB
+    assert IndexedReader(tmp_path / "x").num_documents == 2_000_000
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "uint16"), (65_537, "int32")])

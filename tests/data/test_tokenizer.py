@@ -1,9 +1,11 @@
 """Tokenizers: text comes back, special ids come from the files, strange ids do not crash."""
 
+import base64
 import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sentencepiece
 import tokenizers
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.config import DataConfig
-from megazero.data.tokenizer import REPLACEMENT, ByteTokenizer, build_tokenizer
+from megazero.data.tokenizer import REPLACEMENT, SENTENCEPIECE_TYPES, TYPES, ByteTokenizer, build_tokenizer
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n\tpass\n" * 30
 UNUSUAL = "naïve café 日本語 🎉 \t  x\r\n"
@@ -129,6 +131,74 @@ def test_hugging_face_without_an_eos_has_none_c034(hugging_face_folder):
     file = hugging_face_folder / "tokenizer.json"
     file.write_text(file.read_text().replace('"</s>"', '"<x>"'))
     assert build("HFTokenizer", tokenizer_model=str(file)).eod is None
+
+
+TIK = [*(bytes([byte]) for byte in range(256)), b"ab", b" a", b" ab", b"abc", b"\xc3\xa9", b"aa", b"aaa", b"aaaa"]
+
+
+def tik_file(path, tokens):
+    entries = [{"rank": n, "token_bytes": base64.b64encode(t).decode(), "token_str": ""} for n, t in enumerate(tokens)]
+    path.write_text(json.dumps(entries))
+    return str(path)
+
+
+def test_tiktoken_reference_ids(tmp_path):
+    tokenizer = build("TikTokenizer", tokenizer_model=tik_file(tmp_path / "v.json", TIK))
+    for text, ids in (  # of the library tiktoken with this vocabulary and Megatron's pattern
+        ("abc ab", [1259, 1258]),
+        ("abcab \u00e9a 12", [1259, 1256, 1032, 1260, 1097, 1032, 1049, 1050]),
+        ("aaaaaaa aaaaa", [1263, 1262, 1257, 1263]),
+        ("a\n\n  b</s>", [1097, 1010, 1010, 1032, 1032, 1098, 1060, 1047, 1115, 1062]),
+    ):
+        assert (tokenizer.encode(text), tokenizer.decode(ids)) == (ids, text)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (1264, 2) and tokenizer.decode([2, 1097, 1]) == "a"
+    smaller = build("TikTokenizer", 1258, tokenizer_model=str(tmp_path / "v.json"))
+    assert smaller.encode("abc ab") == [1256, 1099, 1032, 1256]
+
+
+@pytest.mark.parametrize("tokens", [TIK[:255], TIK[1:], [b"a"]])
+def test_tiktoken_vocabulary_must_begin_with_the_bytes(tmp_path, tokens):
+    with pytest.raises(ValueError, match="the first 256 be the bytes"):
+        build("TikTokenizer", tokenizer_model=tik_file(tmp_path / "v.json", tokens))
+
+
+def test_word_pieces_reference_ids(tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "un", "##aff", "##able", "runs", ",", "\u4eca", "Runs"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    lower, case = (build(f"BertWordPiece{k}", vocab_file=str(tmp_path / "vocab.txt")) for k in ("LowerCase", "Case"))
+    assert lower.encode("Unaffable,RUNS \u00dcn \u4eca\u4eca what?") == [5, 6, 7, 9, 8, 5, 10, 10, 1, 1]
+    assert case.encode("unaffable Runs runs RUNS") == [5, 6, 7, 11, 8, 1]
+    assert lower.vocab_size == case.vocab_size == 14 and lower.eod == 13 and lower.fingerprint != case.fingerprint
+    assert lower.decode([5, 6, 7, 8, 13]) == "unaffable runs"
+    (tmp_path / "vocab.txt").write_text("\n".join(["[EOS]", *words]), encoding="utf-8")
+    assert build("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt")).eod == 0
+    (tmp_path / "vocab.txt").write_text("{}")
+    with pytest.raises(ValueError, match="no line .UNK."):
+        build("BertWordPieceCase", vocab_file=str(tmp_path / "vocab.txt"))
+
+
+def test_all_names_of_both_families_are_known(tmp_path, gpt2_files, hugging_face_folder):
+    words = tmp_path / "vocab.txt"
+    words.write_text("[UNK]\n")
+    model, tik = sentencepiece_file(tmp_path / "m.model"), tik_file(tmp_path / "tik.json", TIK)
+    files = {
+        **dict.fromkeys(SENTENCEPIECE_TYPES, {"tokenizer_model": model}),
+        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer"), {"tokenizer_model": str(hugging_face_folder)}),
+        **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), {"vocab_file": str(words)}),
+        **dict.fromkeys(("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"), {}),
+        "GPT2BPETokenizer": gpt2_files,
+        "TikTokenizer": {"tokenizer_model": tik},
+    }
+    assert sorted(files) == sorted(TYPES)
+    for kind, names in files.items():
+        tokenizer = build(kind, 5000, **names)
+        text = "3 1 4" if kind.startswith("Null") else TEXT + UNUSUAL
+        batch = tokenizer.encode_batch([text, "", text[:3]])
+        assert [ids.tolist() for ids in batch] == [tokenizer.encode(t) for t in (text, "", text[:3])]
+        assert all(ids.dtype == np.int32 for ids in batch)
+    for kind in ("MultimodalTokenizer", "SFTTokenizer"):
+        with pytest.raises(ValueError, match=f"{kind} makes prompts; for plain text give HuggingFaceTokenizer"):
+            build(kind, tokenizer_model=str(hugging_face_folder))
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
