@@ -8,10 +8,11 @@ A broken rule is a ValueError that names the value, the bound and the flag, long
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import MISSING, asdict, dataclass, field
 from typing import Literal, get_type_hints
 
+from .config_data import BatchConfig, DataConfig
+from .config_parallel import ParallelConfig
 from .settings import at_most_one, check_fields, flag, sections_from_dict
 
 
@@ -148,76 +149,6 @@ class ModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    """How the model is cut over the ranks. What tensor and pipeline leave over is the data axis."""
-
-    tensor_model_parallel_size: int = flag(1, "ranks that share each layer", at_least=1)
-    pipeline_model_parallel_size: int = flag(1, "ranks that share the depth", at_least=1)
-    expert_model_parallel_size: int = flag(1, "ranks of the data axis that share the experts", at_least=1)
-    pipeline_schedule: Literal["1f1b", "gpipe"] = flag("1f1b", "order of forward and backward passes")
-    distributed_backend: Literal["auto", "gloo", "nccl"] = flag("auto", "auto: nccl on GPUs, gloo on CPUs")
-    distributed_timeout_minutes: int = flag(10, "how long a rank waits for the others", at_least=1)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.expert_model_parallel_size > 1:
-            raise ValueError(
-                f"--expert-model-parallel-size {self.expert_model_parallel_size}: must be 1, for expert parallelism "
-                "comes with MoE and is not available yet"
-            )
-
-    def data_size(self, world_size: int) -> int:
-        """Replicas of the model in a world of this size. ValueError if the layout does not fill it evenly."""
-        tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
-        if world_size < 1 or world_size % (tensor * pipeline):
-            raise ValueError(
-                f"world size {world_size} is not a multiple of --tensor-model-parallel-size {tensor} x "
-                f"--pipeline-model-parallel-size {pipeline} = {tensor * pipeline}"
-            )
-        return world_size // (tensor * pipeline)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchConfig:
-    """How many samples a step takes and how long training goes on."""
-
-    micro_batch_size: int = flag(MISSING, "samples of one forward pass of one replica", at_least=1)
-    global_batch_size: int | None = flag(None, "samples of a step; default: micro-batch x data size", at_least=1)
-    train_iters: int | None = flag(None, "stop after this many optimizer steps", at_least=1)
-    train_samples: int | None = flag(None, "stop after this many samples, the last batch whole", at_least=1)
-    eval_interval: int | None = flag(None, "steps between evaluations; default: never", at_least=1)
-    eval_iters: int = flag(100, "global batches of one evaluation", at_least=0)
-    exit_interval: int | None = flag(None, "save and leave at a multiple of this many steps", at_least=1)
-    exit_duration_in_mins: float | None = flag(None, "save and leave after this many minutes", at_least=0)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        at_most_one({"--train-iters": self.train_iters, "--train-samples": self.train_samples})
-
-    def global_batch(self, data_size: int) -> int:
-        """Samples of one optimizer step."""
-        return self.global_batch_size or self.micro_batch_size * data_size
-
-    def micro_batches(self, data_size: int) -> int:
-        """Micro-batches of one replica in one step. ValueError, with the equation, if they do not fill the batch."""
-        batch, each = self.global_batch(data_size), self.micro_batch_size * data_size
-        if batch % each:
-            raise ValueError(
-                f"--global-batch-size {batch} must be --micro-batch-size {self.micro_batch_size} x accumulation x "
-                f"data size {data_size}, but {batch} / ({self.micro_batch_size} x {data_size}) = {batch / each:g}"
-            )
-        return batch // each
-
-    def iterations(self, global_batch: int) -> int:
-        """Optimizer steps of the whole run: --train-iters, or ceil(train samples / global batch)."""
-        if self.train_iters is not None:
-            return self.train_iters
-        if self.train_samples is None:
-            raise ValueError("the length of the run is missing: give --train-iters or --train-samples")
-        return -(-self.train_samples // global_batch)
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Adam with decoupled weight decay. Learning rate and weight decay are the schedule's."""
 
@@ -325,40 +256,6 @@ class RecomputeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Where tokens come from."""
-
-    data_path: tuple[str, ...] = flag((), "prefix of a .bin and .idx pair")
-    split: str = flag("969,30,1", "weights of training, validation and test")
-    mock_data: bool = flag(False, "made-up tokens below --vocab-size")
-    tokenizer_type: str | None = flag(None, "which tokenizer; default: GPT2BPETokenizer where --vocab-file is given")
-    tokenizer_model: str | None = flag(None, "file of the tokenizer's model")
-    vocab_file: str | None = flag(None, "vocabulary of a GPT-2 tokenizer, JSON")
-    merge_file: str | None = flag(None, "merges of a GPT-2 tokenizer")
-    num_workers: int = flag(2, "threads that read ahead; 0: read in the step", at_least=0)
-    reset_position_ids: bool = flag(False, "positions start again after the end of a document")
-    reset_attention_mask: bool = flag(False, "no attention across the end of a document")
-    eod_mask_loss: bool = flag(False, "no loss where the end of a document is the input")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        at_most_one({"--mock-data": self.mock_data, "--data-path": self.data_path})
-        if len(self.data_path) > 1:
-            raise ValueError(
-                f"--data-path {' '.join(self.data_path)}: give one prefix, for blends are not available yet"
-            )
-        weights = self.split_weights
-        if len(weights) != 3 or sum(weights) <= 0:
-            raise ValueError(f"--split {self.split}: must be up to three weights with a sum above 0")
-
-    @property
-    def split_weights(self) -> tuple[float, ...]:
-        """Weights of training, validation and test: the numbers in `split`, missing ones 0."""
-        numbers = re.findall(r"\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+", self.split)
-        return tuple(float(number) for number in numbers) + (0.0,) * (3 - len(numbers))
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """What is saved, and where a run starts from."""
 
@@ -388,6 +285,7 @@ class LoggingConfig:
     tensorboard_dir: str | None = flag(None, "folder of TensorBoard events")
     tensorboard_queue_size: int = flag(1000, "events kept back before they are written", at_least=1)
     metrics_jsonl: str | None = flag(None, "file that gets one JSON object per iteration")
+    trace_pipeline: str | None = flag(None, "folder for what each rank's pipeline did in the last ten steps")
     log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity of evaluations to TensorBoard")
     log_timers_to_tensorboard: bool = flag(False, "seconds of a step to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "global batch size to TensorBoard")
@@ -435,7 +333,9 @@ class Config:
 
     def __post_init__(self) -> None:
         check_layout(self.model, self.parallel)
+        self.parallel.chunks(self.model.num_layers)
         check_run_length(self.batch, self.schedule)
+        self.batch.sizes(1, self.model.seq_length)
         chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
         if chunk is not None and chunk > layers:
             raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")
@@ -492,5 +392,7 @@ def check_run_length(batch: BatchConfig, schedule: ScheduleConfig) -> None:
 
 
 def check_world(config: Config, world_size: int) -> None:
-    """What depends on the number of ranks: the layout fills them evenly and the global batch is cut evenly."""
-    config.batch.micro_batches(config.parallel.data_size(world_size))
+    """What depends on the number of ranks: the layout fills them evenly and every global batch is cut evenly."""
+    data_size = config.parallel.data_size(world_size)
+    for size in config.batch.sizes(data_size, config.model.seq_length).sizes:
+        config.batch.micro_batches(data_size, size)

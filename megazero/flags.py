@@ -16,6 +16,7 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 from .config import SECTIONS, Config
+from .config_data import NUMBER
 from .settings import Setting, flag_name, section_settings
 
 # Another family's or an older name of a field.
@@ -42,8 +43,12 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"recompute_method": "uniform", "recompute_num_layers": 1},
     ),
     "activations-checkpoint-method": ({}, {"recompute_granularity": "full", "recompute_num_layers": 1}),
+    "enable-zbh1-pipeline": ({"pipeline_schedule": "zb-h1"}, {}),
     "recompute-activations": ({"recompute_granularity": "selective"}, {}),
 }
+
+# Fields whose flag may come several times, each time adding its words.
+REPEATABLE = ("kernel", "valid_set")
 
 # Reason -> flags that change nothing. "name=" takes one value, "name*" any number of them.
 ACCEPTED = {
@@ -80,6 +85,7 @@ ACCEPTED = {
     "memory is left to Python and torch": "manual-gc manual-gc-interval= empty-unused-memory-level=",
     "the launcher's environment says it": "local-rank=",
     "there is one engine for any pipeline size": "no-pipeline-parallel",
+    "every schedule computes exactly the same": "enable-zbh1-exact-semantics",
 }
 
 # Missing capability -> flags that ask for it.
@@ -92,19 +98,13 @@ REFUSED = {
     "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
     "DeepSpeed checkpoints": "load-tag universal-checkpoint reset-iteration no-load-lr-state",
     "counting a run in tokens": "train-tokens lr-decay-tokens lr-warmup-tokens",
-    "a growing batch": "rampup-batch-size step-batch-size-schedule decrease-batch-size-if-needed",
+    "rounding the global batch down": "decrease-batch-size-if-needed",
     "context parallelism": """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes
         ds-sequence-parallel-size ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size
         ds-sequence-parallel-fpdt-offloading""",
     "cutting gradients and parameters over the data ranks": """use-megatron-fsdp use-torch-fsdp2 fsdp-double-buffer
         data-parallel-sharding-strategy init-model-with-meta-device use-nccl-ub fsdp-manual-registration
         megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype remote-device""",
-    "several stages per pipeline rank": """num-layers-per-virtual-pipeline-stage
-        num-virtual-stages-per-pipeline-rank""",
-    "a pipeline split by hand": """pipeline-model-parallel-layout decoder-first-pipeline-num-layers
-        decoder-last-pipeline-num-layers account-for-embedding-in-pipeline-split
-        account-for-loss-in-pipeline-split""",
-    "zero-bubble pipelines": "enable-zbh1-pipeline enable-zbh1-exact-semantics",
     "another order of ranks": "use-tp-pp-dp-mapping num-distributed-optimizer-instances",
     "mixture of experts": """num-experts moe-layer-freq expert-interval topk mlp-type expert-tensor-parallel-size
         enable-expert-tensor-parallelism create-moe-param-group use-tutel moe-loss-coeff moe-train-capacity-factor
@@ -123,7 +123,6 @@ REFUSED = {
     "another initialisation": "init-method-xavier-uniform",
     "other optimizers and rates by part": "decoupled-lr decoupled-min-lr cpu-optimizer sgd-momentum",
     "keeping activations on the host, or recomputing other parts": "checkpoint-in-cpu recompute-modules",
-    "blends and data sets of their own for each split": "train-data-path valid-data-path test-data-path",
     "other orders of samples": """dataloader-type data-efficiency-curriculum-learning random-ltd
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
         train-shuffle-idx-path aml-data-download-path""",
@@ -270,7 +269,7 @@ def read_flag(flag: Given, settings: dict[str, Setting], reading: Reading) -> No
     negated = target.removeprefix("no_")
     if target in settings:
         value = field_value(flag, settings[target])
-        if settings[target].name == "kernel":
+        if target in REPEATABLE:
             value = reading.values.get(target, ()) + value
         reading.set(target, value, f"--{name}")
     elif negated in settings and settings[negated].kind is bool:
@@ -307,10 +306,14 @@ def field_value(flag: Given, setting: Setting) -> Any:
         flag.no_word()
         return True
     if setting.many:
-        words = tuple(flag.words)
-        # A single source of data has no use for a weight in front of its prefix.
-        return words[1:] if setting.name == "data_path" and len(words) == 2 and is_number(words[0]) else words
-    word = flag.one_word()
+        if not flag.words:
+            raise UsageError(f"{flag.typed} takes values, but got none")
+        return tuple(one_value(flag, word, setting) for word in flag.words)
+    return one_value(flag, flag.one_word(), setting)
+
+
+def one_value(flag: Given, word: str, setting: Setting) -> Any:
+    """The value that one word gives to a field, or to one item of it."""
     if setting.choices:
         same = [choice for choice in setting.choices if choice.casefold() == word.casefold()]
         value: Any = same[0] if same else word
@@ -323,14 +326,14 @@ def field_value(flag: Given, setting: Setting) -> Any:
     else:
         value = word.strip(" '\"") if setting.name == "split" else word
     try:
-        setting.check(value)
+        setting.check((value,) if setting.many else value)
     except ValueError as wrong:
         raise UsageError(in_typed_words(str(wrong), {setting.name: f"--{flag.name}"})) from wrong
     return value
 
 
 def is_number(word: str) -> bool:
-    return re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", word) is not None
+    return NUMBER.fullmatch(word) is not None
 
 
 def check_combinations(values: dict[str, Any], names: list[str]) -> None:
@@ -357,11 +360,11 @@ def require(values: dict[str, Any], settings: dict[str, Setting]) -> None:
             missing.append("--lr")
         if "train_iters" not in values and "train_samples" not in values:
             missing.append("--train-iters (or --train-samples)")
-        if not lr and not values.get("data_path") and not values.get("mock_data"):
+        if not lr and not any(values.get(name) for name in ("data_path", "train_data_path", "mock_data")):
             missing.append("--data-path (or --mock-data)")
     if not lr and not config and "vocab_size" not in values:
         null = values.get("tokenizer_type", "").casefold().startswith("null")
-        sources = {"data_path", "tokenizer_type", "tokenizer_model", "vocab_file"}
+        sources = {"data_path", "train_data_path", "tokenizer_type", "tokenizer_model", "vocab_file"}
         if null or not sources & set(values):
             missing.append("--vocab-size")
     if missing:

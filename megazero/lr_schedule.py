@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .config import BatchConfig, ScheduleConfig
@@ -98,8 +98,8 @@ def make_schedule(schedule: ScheduleConfig, batch: BatchConfig, global_batch: in
     )
 
 
-def print_lr_lines(schedule: Schedule, global_batch: int, steps: int) -> Iterator[str]:
-    """One JSON object per step for the first `steps` steps: what each updates with."""
-    for step in range(1, steps + 1):
-        learning_rate, weight_decay = schedule.at((step - 1) * global_batch)
+def print_lr_lines(schedule: Schedule, starts: Iterable[int]) -> Iterator[str]:
+    """One JSON object per step, which begins at so many consumed samples: what it updates with."""
+    for step, consumed_samples in enumerate(starts, 1):
+        learning_rate, weight_decay = schedule.at(consumed_samples)
         yield json.dumps({"step": step, "learning_rate": learning_rate, "weight_decay": weight_decay})

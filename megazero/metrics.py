@@ -29,7 +29,7 @@ TRAIN_KEYS = (
     "skipped", "seconds", "tokens_per_second",
 )  # fmt: skip
 
-# TensorBoard's tags, plotted over iterations. Evaluations have the split's name at the end.
+# TensorBoard's tags, plotted over iterations. A named validation set has its name after the tag of "valid".
 TAGS = {
     "lm_loss": "lm loss",
     "grad_norm": "grad-norm",
@@ -53,7 +53,7 @@ class Metrics:
     iterations  of the whole run, for the console
     world       ranks that share the work
     writes      whether this is the rank that speaks
-    flops       model operations of one iteration, all ranks together
+    flops       model operations of one token, all ranks together
 
     Raises ValueError, naming the flag, where a file or folder cannot be written.
     """
@@ -81,7 +81,7 @@ class Metrics:
             sink.train(record)
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
-        """The token-mean loss of the split "valid" or "test" after an iteration."""
+        """The token-mean loss of "valid", "test" or a named validation set after an iteration."""
         for sink in self._sinks:
             sink.evaluation(split, iteration, loss)
 
@@ -122,7 +122,7 @@ class _Console:
             *(["skipped"] if record["skipped"] else []),
             f"{seconds:.3f} s/iteration",
             f"{self._tokens / self._seconds:.0f} tokens/s",
-            f"{self.tflops / seconds:.3g} TFLOP/s per rank",
+            f"{self.tflops * self._tokens / self._seconds:.3g} TFLOP/s per rank",
         )
         print(" | ".join(fields), flush=True)
         self._count, self._seconds, self._tokens = 0, 0.0, 0.0
@@ -158,18 +158,18 @@ class _Events:
         if self.logging.log_batch_size_to_tensorboard and self._begun:
             values["batch_size"] = record["consumed_samples"] - self._consumed
         if self.logging.log_throughput:
-            values["tflops"] = self.tflops / record["seconds"]
-        self._add(values, done)
+            values["tflops"] = self.tflops * record["tokens_per_second"]
+        self._add({TAGS[key]: value for key, value in values.items()}, done)
         self._begun, self._consumed = True, record["consumed_samples"]
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
-        values = {split: loss}
+        values = {TAGS.get(split, f"{TAGS['valid']} {split}"): loss}
         if self.logging.log_validation_ppl_to_tensorboard:
-            values[f"{split}_ppl"] = perplexity(loss)
+            values[TAGS.get(f"{split}_ppl", f"{TAGS['valid_ppl']} {split}")] = perplexity(loss)
         self._add(values, iteration)
 
     def _add(self, values: Mapping[str, float], step: int) -> None:
-        points = [Summary.Value(tag=TAGS[key], simple_value=value) for key, value in values.items()]
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
     def close(self) -> None:

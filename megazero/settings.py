@@ -95,7 +95,8 @@ def at_most_one(given: dict[str, Any]) -> None:
     words = []
     for name, value in given.items():
         if value:
-            words.append(name if value is True else f"{name} {' '.join(value) if isinstance(value, tuple) else value}")
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else value
+            words.append(name if value is True else f"{name} {shown}")
     if len(words) > 1:
         raise ValueError(f"{' and '.join(words)}: give one of them, not both")
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from megazero.config import SECTIONS, Config
+from megazero.config_data import read_blend
 from megazero.flags import (
     ACCEPTED_FLAGS,
     HARMLESS,
@@ -76,9 +78,11 @@ def test_a_plain_command_line_is_the_defaults():
 
 # A value for each field that the usual one of its type does not fit, and flags without which a field makes no sense.
 VALUES = {
+    "pipeline_model_parallel_layout": "Et|tL",
     "hidden_size": "64", "num_attention_heads": "8", "seq_length": "8", "lr": "0.25", "min_lr": "1e-4",
     "lr_warmup_init": "1e-4", "expert_model_parallel_size": "1", "zero_stage": "0", "kernel": "adam=torch",
-    "split": "8,1,1", "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
+    "split": "8,1,1", "rampup_batch_size": "2 2 9", "step_batch_size_schedule": "0:2", "valid_set": "web=corpus",
+    "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
 }  # fmt: skip
 ALONG = {
     "max_position_embeddings": "--seq-length 2",
@@ -94,8 +98,13 @@ ALONG = {
     "auto_resume": "--save x --save-interval 3",
     "ckpt_step": "--load x",
     "world_size": "--print-layout",
+    "rampup_batch_size": "--global-batch-size 8",
+    "valid_data_path": "--train-data-path x",
+    "test_data_path": "--train-data-path x",
+    "sample_order": "--data-path x",
 }
-WITHOUT = {"data_path": "--mock-data", "train_samples": "--train-iters 10"}
+PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sample_order")
+WITHOUT = {"train_samples": "--train-iters 10"} | dict.fromkeys(PATHS, "--mock-data")
 
 
 @pytest.mark.parametrize("setting", all_settings().values(), ids=list(all_settings()))
@@ -106,8 +115,8 @@ def test_every_field_is_honoured(setting):
     if setting.name.startswith("lr_") and setting.name.endswith("_samples"):
         base = BASE.replace("--train-iters 10", "--train-samples 100")
     config, _ = parse(f"{base} {ALONG.get(setting.name, '')} --{setting.name.replace('_', '-')} {word}".split())
-    value = True if setting.kind is bool else setting.kind(word)
-    assert vars(vars(config)[setting.section])[setting.name] == ((value,) if setting.many else value)
+    values = tuple(True if setting.kind is bool else setting.kind(part) for part in word.split() or [word])
+    assert vars(vars(config)[setting.section])[setting.name] == (values if setting.many else values[0])
 
 
 @pytest.mark.parametrize(
@@ -125,6 +134,7 @@ def test_every_field_is_honoured(setting):
         ("--squared-relu", "model", {"activation": "squared_relu"}),
         ("--openai-gelu", "model", {"activation": "gelu_tanh"}),
         ("--no-bias-gelu-fusion", "model", {"activation": "gelu"}),
+        ("--enable-zbh1-pipeline", "parallel", {"pipeline_schedule": "zb-h1"}),
         ("--moe-expert-parallel-size 1", "parallel", {"expert_model_parallel_size": 1}),
         ("--override-opt_param-scheduler", "schedule", {"override_opt_param_scheduler": True}),
         (
@@ -184,10 +194,22 @@ def test_kernels_can_be_chosen_one_by_one():
     assert parsed("--kernels torch").run.kernels == "torch"
 
 
-def test_a_weight_before_a_single_prefix_is_dropped():
-    words = BASE.replace("--mock-data", "--data-path 1.0 corpus")
-    assert parse(words.split())[0].data.data_path == ("corpus",)
-    assert "blends are not available yet" in fault(BASE.replace("--mock-data", "--data-path 0.5 a 0.5 b"))
+def test_corpora_are_blended_with_weights_and_without():
+    for words, expected in (
+        ("1.0 corpus", [(1, "corpus")]),
+        ("corpus", [(None, "corpus")]),
+        ("a b c", [(None, "a"), (None, "b"), (None, "c")]),
+        ("0.3 a 7e-1 b 0 c", [(Fraction(3, 10), "a"), (Fraction(7, 10), "b")]),
+    ):
+        data = parse(BASE.replace("--mock-data", f"--data-path {words}").split())[0].data
+        assert read_blend("--data-path", data.data_path) == expected
+    own = parse(BASE.replace("--mock-data", "--train-data-path a b --test-data-path 1 c").split())[0].data
+    assert own.own_paths == {"train": ("a", "b"), "valid": (), "test": ("1", "c")}
+
+
+def test_several_validation_sets_add_up():
+    data = parsed("--valid-set web=a --valid-set code=0.3 b 0.7 c --valid-set=x.y-z=lang=en/d").data
+    assert data.valid_sets == {"web": ["a"], "code": ["0.3", "b", "0.7", "c"], "x.y-z": ["lang=en/d"]}
 
 
 def test_accepted_flags_are_told_once_with_their_reasons():
@@ -263,6 +285,8 @@ def test_all_refusals_come_at_once():
         ),
         ("--zero-stage 3", "--zero-stage 3: must be 0 or 1"),
         ("--data-path corpus", "--mock-data and --data-path corpus: give one of them"),
+        ("--valid-set", "--valid-set takes values, but got none"),
+        ("--rampup-batch-size 2 x 4", "--rampup-batch-size x: must be a whole number"),
         ("--lr-warmup-samples 3", "--train-iters 10 and --lr-warmup-samples 3"),  # C126
         ("--save x", "--save x needs --save-interval"),
     ],

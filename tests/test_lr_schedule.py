@@ -113,14 +113,14 @@ def test_c124_the_rate_of_a_step_does_not_know_of_accumulation():
     for micro in (8, 4, 1):
         batch = BatchConfig(micro_batch_size=micro, global_batch_size=8, train_iters=6)
         size = batch.global_batch(1)
-        lines.append(list(print_lr_lines(make_schedule(config, batch, size), size, 6)))
+        lines.append(list(print_lr_lines(make_schedule(config, batch, size), range(0, 6 * size, size))))
     assert lines[0] == lines[1] == lines[2]
 
 
 def test_printed_lines_hold_what_each_step_updates_with():
     config = ScheduleConfig(lr=1.0, lr_warmup_iters=2, weight_decay=0.1)
     schedule = make_schedule(config, BatchConfig(micro_batch_size=1, train_iters=6), 8)
-    lines = [json.loads(line) for line in print_lr_lines(schedule, 8, 7)]
+    lines = [json.loads(line) for line in print_lr_lines(schedule, range(0, 56, 8))]
     assert [list(line) for line in lines] == [["step", "learning_rate", "weight_decay"]] * 7
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6, 7]
     assert [line["learning_rate"] for line in lines] == [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0]

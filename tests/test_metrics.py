@@ -33,7 +33,7 @@ def record(iteration, loss=2.0, **changes):
 def make(tmp_path, *, writes=True, iterations=10, **logging):
     places = {"metrics_jsonl": str(tmp_path / "run" / "m.jsonl"), "tensorboard_dir": str(tmp_path / "run" / "tb")}
     config = LoggingConfig(**({"log_interval": 5} | places | logging))
-    return Metrics(config, iterations=iterations, world=4, writes=writes, flops=8e12)
+    return Metrics(config, iterations=iterations, world=4, writes=writes, flops=2.5e12 * 4 / 512)
 
 
 def lines_of(tmp_path):
@@ -121,12 +121,14 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
         metrics.train(record(i, loss=3.0 - i))
     metrics.evaluation("valid", 2, 1.0)
     metrics.evaluation("test", 2, 1.25)
+    metrics.evaluation("web", 2, 1.5)
     metrics.close()
     found = scalars(tmp_path)
-    assert set(found) == set(TAGS.values())
+    assert set(found) == {*TAGS.values(), "lm loss validation web", "lm loss validation ppl web"}
+    assert found["lm loss validation web"] == [(2, 1.5)]
     assert found["lm loss"] == [(1, 2.0), (2, 1.0)]
     assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
-    assert found["batch-size"] == [(2, 8.0)] and found["throughput"] == [(1, 8.0), (2, 8.0)]
+    assert found["batch-size"] == [(2, 8.0)] and found["throughput"] == [(1, 2.5), (2, 2.5)]
 
 
 def test_what_was_not_asked_for_is_not_written(tmp_path):

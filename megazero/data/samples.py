@@ -8,19 +8,18 @@ document. A keyed permutation says which window is the k-th sample; each epoch v
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import DataConfig
-from .indexed import IndexedReader
+from .documents import Documents, TokenFile
 
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 ROUNDS = 8  # four are visibly not random on small sets
+FEW = 48  # so many samples are placed one by one faster than by arrays
 
 
 def mix(x: int) -> int:
@@ -28,6 +27,16 @@ def mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & MASK
     return x ^ (x >> 31)
+
+
+def _mix_(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix` of an array, which is overwritten."""
+    x ^= x >> 30
+    x *= 0xBF58476D1CE4E5B9
+    x ^= x >> 27
+    x *= 0x94D049BB133111EB
+    x ^= x >> 31
+    return x
 
 
 def hash_words(*words: int) -> int:
@@ -52,64 +61,108 @@ class Permutation:
         self.size = size
         self._rows = math.isqrt(size - 1) + 1
         self._columns = -(-size // self._rows)
-        self._keys = [hash_words(key, number) for number in range(ROUNDS)]
+        keys = [hash_words(key, number) for number in range(ROUNDS)]
+        self._key_pairs = list(zip(keys[::2], keys[1::2]))
 
     def __call__(self, k: int) -> int:
         if not 0 <= k < self.size:
             raise IndexError(f"{k} is not in a permutation of {self.size} elements")
-        rows, columns, keys = self._rows, self._columns, self._keys
+        rows, columns = self._rows, self._columns
         left, right = divmod(k, columns)
         while True:
-            for number in range(0, ROUNDS, 2):
-                left = (left + mix(right + keys[number] & MASK)) % rows
-                right = (right + mix(left + keys[number + 1] & MASK)) % columns
+            for left_key, right_key in self._key_pairs:  # `mix` written out: calling it would take half of the time
+                x = right + left_key & MASK
+                x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+                x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+                left = (left + (x ^ x >> 31)) % rows
+                x = left + right_key & MASK
+                x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+                x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+                right = (right + (x ^ x >> 31)) % columns
             if left * columns + right < self.size:
                 return left * columns + right
 
-
-def split_documents(weights: Sequence[float], documents: int) -> list[tuple[int, int]]:
-    """For each weight the first document of its part and the one after its last.
-
-    The borders are Megatron's: the weights so far, as a share of all, times the documents, rounded half to even.
-    """
-    borders, total = [0.0], sum(weights)
-    for weight in weights:
-        borders.append(borders[-1] + weight / total)
-    ends = [min(round(border * documents), documents) for border in borders]
-    return list(zip(ends[:-1], ends[1:]))
+    def many(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each of `numbers` goes, of the same shape."""
+        images = numbers.astype(np.uint64)
+        if len(images) and int(images.max()) >= self.size:
+            raise IndexError(f"{images.max()} is not in a permutation of {self.size} elements")
+        rows, columns = np.uint64(self._rows), np.uint64(self._columns)
+        walking = np.arange(len(images))
+        while len(walking):
+            left, right = np.divmod(images[walking], columns)
+            for left_key, right_key in self._key_pairs:
+                left = (left + _mix_(right + np.uint64(left_key)) % rows) % rows
+                right = (right + _mix_(left + np.uint64(right_key)) % columns) % columns
+            images[walking] = left * columns + right
+            walking = walking[images[walking] >= self.size]
+        return images.astype(np.int64)
 
 
 class Stream:
-    """Tokens start to stop of a token file, as a circle. `len` is the number of tokens."""
+    """The tokens of documents first to last - 1 of a token file, as a circle. `len` is the number of tokens."""
 
-    def __init__(self, reader: IndexedReader, start: int, stop: int):
-        if not 0 <= start < stop <= reader.num_tokens:
-            raise ValueError(f"tokens {start} to {stop} of {reader.num_tokens} in {reader.prefix}.bin: nothing to read")
-        self.reader, self.start, self.stop = reader, start, stop
+    def __init__(self, reader: TokenFile, first: int, last: int):
+        self.reader, self.documents = reader, Documents(reader, first, last)
+        self.start, self.stop = self.documents.start, self.documents.stop
+        if self.start >= self.stop:
+            raise ValueError(f"documents {first} to {last} of {reader.prefix}: they have no tokens")
 
     def __len__(self) -> int:
         return self.stop - self.start
 
     def read(self, position: int, count: int) -> NDArray[np.int64]:
         """`count` tokens from `position` on, going round as often as need be, [count]."""
-        position %= len(self)
-        ahead = len(self) - position
-        if count <= ahead:
-            return self.reader.read(self.start + position, count)
-        if count > len(self):
-            return np.resize(np.roll(self.reader.read(self.start, len(self)), -position), count)
-        head, tail = self.reader.read(self.start + position, ahead), self.reader.read(self.start, count - ahead)
-        return np.concatenate([head, tail])
+        parts = [self.reader.read(self.start + at, length) for at, length in self._pieces(position, count)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def rows(self, positions: list[int], count: int) -> NDArray[np.integer]:
+        """`count` tokens from each of `positions` on, [len(positions), count], in the dtype of the file."""
+        length, start = len(self), self.start
+        straight = [start + at for at in positions if at + count <= length]
+        if len(straight) == len(positions):
+            return self.reader.read_rows(straight, count)
+        return np.stack([self.read(position, count) for position in positions]).astype(self.reader.dtype)
+
+    def begins(self, position: int, count: int) -> NDArray[np.bool_]:
+        """Which of `count` tokens from `position` on are the first of a document, [count]."""
+        marks, done = np.zeros(count, np.bool_), 0
+        for at, length in self._pieces(position, count):
+            tokens = self.documents.starts_within(self.start + at, self.start + at + length)
+            marks[tokens - (self.start + at) + done] = True
+            done += length
+        return marks
+
+    def document(self, position: int) -> int:
+        """The number in the file of the document at `position`."""
+        return self.documents.find(self.start + position % len(self))
+
+    def _pieces(self, position: int, count: int) -> Iterator[tuple[int, int]]:
+        """(where, how many) of the runs of tokens that make up `count` tokens of the circle from `position` on."""
+        at = position % len(self)
+        while count > 0:
+            length = min(count, len(self) - at)
+            yield at, length
+            at, count = 0, count - length
 
 
 class SampleSource(Protocol):
-    """What a loader reads from: any number k >= 0 has a sample."""
+    """What a loader reads from: any number k >= 0 has a sample. Safe to ask from many threads."""
 
     name: str
     seq_length: int
 
-    def tokens(self, k: int) -> NDArray[np.int64]:
-        """Sample k, [seq_length + 1]: inputs are all but the last token, labels all but the first."""
+    def rows(self, numbers: Sequence[int]) -> NDArray[np.integer]:
+        """Samples `numbers`, [len(numbers), seq_length + 1]: inputs are all but the last token, labels all but the
+        first."""
+        ...
+
+    def begins(self, k: int) -> NDArray[np.bool_]:
+        """Which tokens of sample k are the first of a document of the corpus, [seq_length + 1]."""
+        ...
+
+    def describe(self, k: int, place: int) -> str:
+        """Where token `place` of sample k stands, in words."""
         ...
 
 
@@ -126,6 +179,7 @@ class Samples:
             raise ValueError(f"--seq-length {seq_length}: at least 1")
         self.stream, self.seq_length, self.seed, self.shuffle, self.name = stream, seq_length, seed, shuffle, name
         self._size = max(1, (len(stream) - 1) // seq_length)
+        self._last = (0, *self._epoch(0))  # the epoch that was asked for last; replaced as a whole
 
     def __len__(self) -> int:
         return self._size
@@ -139,6 +193,18 @@ class Samples:
         """Sample k, [seq_length + 1]."""
         return self.stream.read(self.position(k), self.seq_length + 1)
 
+    def rows(self, numbers: Sequence[int]) -> NDArray[np.integer]:
+        """Samples `numbers`, [len(numbers), seq_length + 1], in the dtype of the file."""
+        return self.stream.rows(self.positions(numbers), self.seq_length + 1)
+
+    def begins(self, k: int) -> NDArray[np.bool_]:
+        """Which tokens of sample k are the first of a document, [seq_length + 1]."""
+        return self.stream.begins(self.position(k), self.seq_length + 1)
+
+    def describe(self, k: int, place: int) -> str:
+        """Where token `place` of sample k stands, in words."""
+        return f"document {self.stream.document(self.position(k) + place)} of {self.stream.reader.prefix}"
+
     def position(self, k: int) -> int:
         """The token of the stream, taken as a circle, at which sample k begins."""
         if k < 0:
@@ -146,8 +212,30 @@ class Samples:
         epoch, window = divmod(k, self._size)
         if not self.shuffle:
             return window * self.seq_length
+        last, offset, permutation = self._last
+        if last != epoch:
+            offset, permutation = self._epoch(epoch)
+            self._last = epoch, offset, permutation
+        return offset + permutation(window) * self.seq_length
+
+    def positions(self, numbers: Sequence[int]) -> list[int]:
+        """`position` of each of `numbers`, faster where they are many."""
+        if len(numbers) <= FEW or not self.shuffle:
+            return [self.position(k) for k in numbers]
+        if min(numbers) < 0:
+            raise IndexError(f"sample {min(numbers)} of {self.name}")
+        epochs, windows = np.divmod(np.asarray(numbers, np.int64), self._size)
+        positions = np.empty(len(windows), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            offset, permutation = self._epoch(epoch)
+            mine = epochs == epoch
+            positions[mine] = offset + permutation.many(windows[mine]) * self.seq_length
+        return positions.tolist()
+
+    def _epoch(self, epoch: int) -> tuple[int, Permutation]:
+        """How far the windows of an epoch are moved, and their order."""
         offset = hash_words(self.seed, epoch, 1) % self.seq_length if epoch else 0
-        return offset + Permutation(self._size, hash_words(self.seed, epoch, 0))(window) * self.seq_length
+        return offset, Permutation(self._size, hash_words(self.seed, epoch, 0))
 
 
 class MockSamples:
@@ -163,6 +251,18 @@ class MockSamples:
         self.vocab_size, self.seq_length, self.seed, self.name = vocab_size, seq_length, seed, "--mock-data"
         self._step = round(vocab_size * 0.618)
 
+    def rows(self, numbers: Sequence[int]) -> NDArray[np.int64]:
+        """Samples `numbers`, [len(numbers), seq_length + 1]."""
+        return np.stack([self.tokens(k) for k in numbers])
+
+    def begins(self, k: int) -> NDArray[np.bool_]:
+        """Nowhere: there are no documents, [seq_length + 1]."""
+        return np.zeros(self.seq_length + 1, np.bool_)
+
+    def describe(self, k: int, place: int) -> str:
+        """Where token `place` of sample k stands, in words."""
+        return f"token {place} of sample {k} of {self.name}"
+
     def tokens(self, k: int) -> NDArray[np.int64]:
         """Sample k, [seq_length + 1]."""
         if k < 0:
@@ -174,55 +274,3 @@ class MockSamples:
         last = np.maximum.accumulate(np.where(anew, at, np.uint64(0))).astype(np.int64)
         first = ((draws & np.uint64(MASK >> 3)) % np.uint64(self.vocab_size)).astype(np.int64)
         return (first[last] + (at.astype(np.int64) - last) * self._step) % self.vocab_size
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The samples of the three parts of a split; None: no document fell into it."""
-
-    train: Samples | MockSamples | None
-    valid: Samples | MockSamples | None
-    test: Samples | MockSamples | None
-
-
-def open_samples(
-    data: DataConfig, *, seq_length: int, vocab_size: int, seed: int, fingerprint: str | None = None
-) -> Parts:
-    """Opens what --data-path or --mock-data names. vocab_size and fingerprint are the tokenizer's.
-
-    Raises ValueError for a missing or damaged file and for one whose sidecar tells of another vocabulary.
-    """
-    seeds = [hash_words(seed, part) for part in range(3)]
-    if data.mock_data:
-        return Parts(*(MockSamples(vocab_size, seq_length, part_seed) for part_seed in seeds))
-    if not data.data_path:
-        raise ValueError("no data: give --data-path PREFIX or --mock-data")
-    (prefix,) = data.data_path
-    reader = IndexedReader(prefix)
-    _check_vocabulary(reader, vocab_size, fingerprint)
-    parts: list[Samples | None] = []
-    for name, part_seed, (first, last) in zip(
-        ("train", "valid", "test"), seeds, split_documents(data.split_weights, reader.num_documents)
-    ):
-        start, stop = (reader.first_token(int(reader.document_index[document])) for document in (first, last))
-        name = f"the {name} part of {reader.prefix}"
-        parts.append(
-            Samples(Stream(reader, start, stop), seq_length, seed=part_seed, name=name) if start < stop else None
-        )
-    return Parts(*parts)
-
-
-def _check_vocabulary(reader: IndexedReader, vocab_size: int, fingerprint: str | None) -> None:
-    told = reader.sidecar
-    if told is None:
-        return
-    if told.vocab_size > vocab_size:
-        raise ValueError(
-            f"--data-path {reader.prefix} was made with a vocabulary of {told.vocab_size}, "
-            f"the tokenizer (--tokenizer-type, --vocab-size) has {vocab_size}"
-        )
-    if told.fingerprint and fingerprint and told.fingerprint != fingerprint:
-        raise ValueError(
-            f"--data-path {reader.prefix} was made with the tokenizer {told.fingerprint}, "
-            f"--tokenizer-type and --tokenizer-model give {fingerprint}"
-        )

@@ -7,42 +7,31 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from megazero.config import DataConfig
-from megazero.data.indexed import IndexedReader, IndexedWriter
-from megazero.data.samples import (
-    MockSamples,
-    Permutation,
-    Samples,
-    Stream,
-    hash_words,
-    mix,
-    open_samples,
-    split_documents,
-)
+from megazero.data.samples import MockSamples, Permutation, Samples, Stream, hash_words, mix
 
 
 class Counting:
-    """A reader whose token number t is t."""
+    """A file whose token number t is t, and a document of its own."""
 
-    prefix = "counting"
+    prefix, dtype = "counting", np.dtype(np.int64)
 
     def __init__(self, num_tokens):
         self.num_tokens = num_tokens
+        self.document_index = range(num_tokens + 1)
+
+    def first_token(self, sequence):
+        return sequence
 
     def read(self, start, count):
         assert 0 <= start <= start + count <= self.num_tokens
         return np.arange(start, start + count)
 
+    def read_rows(self, starts, count):
+        return np.stack([self.read(start, count) for start in starts])
+
 
 def samples(tokens, seq_length, **options):
     return Samples(Stream(Counting(tokens), 0, tokens), seq_length, **{"seed": 5} | options)
-
-
-def corpus(folder, documents, vocab_size=100, fingerprint=None):
-    with IndexedWriter(folder / "corpus", vocab_size=vocab_size, fingerprint=fingerprint) as writer:
-        for document in documents:
-            writer.add_document([document])
-    return str(folder / "corpus")
 
 
 # --- the permutation
@@ -53,27 +42,47 @@ def test_mix_is_splitmix64():
     assert mix(np.array([0x9E3779B97F4A7C15], np.uint64))[0] == 0xE220A8397B1DCDAF
 
 
-def test_permutation_is_one_to_one_for_every_small_size():
-    for size in range(1, 301):
-        permutation = Permutation(size, hash_words(size))
-        assert sorted(map(permutation, range(size))) == list(range(size))
+def test_permutation_is_one_to_one_for_every_size_to_3000():
+    for size in range(1, 3001):
+        images = Permutation(size, hash_words(size)).many(np.arange(size))
+        assert (np.bincount(images, minlength=size) == 1).all() and len(images) == size
 
 
-@pytest.mark.parametrize("size", [4_097, 65_536, 99_991])
+@pytest.mark.parametrize("size", [65_536, 99_991, 10**6 + 3])
 def test_permutation_is_one_to_one(size):
-    assert np.bincount(list(map(Permutation(size, 3), range(size))), minlength=size).tolist() == [1] * size
+    assert (np.bincount(Permutation(size, 3).many(np.arange(size)), minlength=size) == 1).all()
 
 
-@pytest.mark.parametrize("size", [10**6 + 1, 2**31 - 1, 2**31, 2**32 + 15, 10**12])
-def test_permutation_of_a_large_set_stays_inside_and_never_repeats(size):
-    permutation = Permutation(size, 7)
-    numbers = {*range(2_000), *range(size - 2_000, size), *range(size // 2, size // 2 + 2_000)}
-    images = {permutation(k) for k in numbers}
-    assert len(images) == len(numbers) and min(images) >= 0 and max(images) < size
-    assert abs(np.mean([i / size for i in images]) - 0.5) < 0.02
+@pytest.mark.parametrize("size", [1, 2, 3, 10, 97, 1000, 10**6 + 1, 2**31, 2**32 + 15, 10**12])
+def test_many_numbers_go_where_each_goes(size):
+    permutation = Permutation(size, hash_words(size, 1))
+    numbers = [k for k in (*range(100), *range(size // 2, size // 2 + 50), size - 1) if k < size]
+    assert permutation.many(np.array(numbers)).tolist() == [permutation(k) for k in numbers]
+    assert permutation.many(np.array([], np.int64)).tolist() == []
     for outside in (-1, size):
         with pytest.raises(IndexError):
             permutation(outside)
+        with pytest.raises(IndexError):
+            permutation.many(np.array([0, outside]))
+
+
+@pytest.mark.parametrize("size", [10**7 + 1, 2**31 - 1, 2**31, 2**32 + 15, 10**12])
+def test_permutation_of_a_large_set_stays_inside_and_never_repeats(size):
+    starts = (0, size // 3, size // 2, size - 20_000)
+    images = Permutation(size, 7).many(np.concatenate([np.arange(start, start + 20_000) for start in starts]))
+    assert len(np.unique(images)) == len(images) and images.min() >= 0 and images.max() < size
+    assert abs((images / size).mean() - 0.5) < 0.01
+
+
+@pytest.mark.parametrize("size", [3000, 65_536, 10**6 + 3, 10**9 + 7, 10**12])
+def test_pairs_of_neighbours_are_spread_evenly(size):
+    parts = 16
+    images = Permutation(size, 11).many(np.arange(min(size, 100_000))) * parts // size
+    pairs = np.bincount(images[:-1] * parts + images[1:], minlength=parts * parts)
+    expected = (len(images) - 1) / parts**2
+    chi2 = ((pairs - expected) ** 2 / expected).sum()
+    degrees = parts**2 - 1
+    assert chi2 < degrees + 5 * math.sqrt(2 * degrees)  # five standard deviations
 
 
 @pytest.mark.parametrize("size", [3, 4, 7, 16])
@@ -151,9 +160,8 @@ def test_stream_is_a_part_of_its_file():
     assert stream.read(0, 10).tolist() == list(range(40, 50))
     assert stream.read(7, 5).tolist() == [47, 48, 49, 40, 41] and stream.read(27, 1).tolist() == [47]
     assert stream.read(8, 25).tolist() == [40 + (8 + i) % 10 for i in range(25)]
-    for start, stop in ((5, 5), (-1, 4), (90, 101)):
-        with pytest.raises(ValueError, match="nothing to read"):
-            Stream(Counting(100), start, stop)
+    with pytest.raises(ValueError, match="no tokens"):
+        Stream(Counting(100), 5, 5)
 
 
 def test_numbers_of_samples_are_wider_than_32_bits():
@@ -165,6 +173,19 @@ def test_numbers_of_samples_are_wider_than_32_bits():
         s.tokens(-1)
     with pytest.raises(ValueError, match="--seq-length"):
         samples(10, 0)
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 33, 500, 10_000])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_are_the_samples_one_by_one(tokens, shuffle):
+    s = samples(tokens, 8, shuffle=shuffle)
+    numbers = [*range(30), 7, 1000, len(s) - 1, len(s), 3 * len(s) + 1, 2**33]
+    assert s.positions(numbers) == [s.position(k) for k in numbers]
+    for some in (numbers, numbers[:5]):
+        rows = s.rows(some)
+        assert rows.shape == (len(some), 9) and rows.tolist() == [s.tokens(k).tolist() for k in some]
+    with pytest.raises(IndexError):
+        s.rows([-1] * 20)
 
 
 # --- made-up samples
@@ -191,80 +212,3 @@ def test_mock_samples_can_be_learnt_across_seeds():
     assert 0.84 < np.mean(right) < 0.92  # seven in eight
     with pytest.raises(ValueError, match="--vocab-size"):
         MockSamples(0, 8, 1)
-
-
-# --- splits and opening
-
-
-@pytest.mark.parametrize(
-    ("weights", "documents", "ends"),
-    [
-        ((969, 30, 1), 1000, [969, 999, 1000]),
-        ((98, 2, 0), 7, [7, 7, 7]),
-        ((1, 1, 0), 5, [2, 5, 5]),  # 2.5 goes to the even number, as in Megatron
-        ((1, 1, 0), 7, [4, 7, 7]),
-        ((0.9, 0.1, 0), 10, [9, 10, 10]),
-        ((1, 1, 1), 3, [1, 2, 3]),
-        ((0, 0, 1), 4, [0, 0, 4]),
-        ((1, 0, 0), 0, [0, 0, 0]),
-    ],
-)
-def test_split_is_cut_at_borders_of_documents(weights, documents, ends):
-    assert split_documents(weights, documents) == list(zip([0, *ends], ends))
-
-
-@pytest.mark.parametrize("documents", [1, 2, 39, 40, 1_000, 10**9, 10**12])
-def test_split_leaves_no_document_out(documents):
-    for weights in ((969, 30, 1), (1, 1, 1), (0.1, 0.2, 0.7), (3, 0, 7)):
-        parts = split_documents(weights, documents)
-        assert parts[0][0] == 0 and parts[-1][1] == documents
-        assert all(a[1] == b[0] and a[0] <= a[1] for a, b in zip(parts, parts[1:]))
-
-
-def opened(prefix, **options):
-    numbers = {"seq_length": 4, "vocab_size": 100, "seed": 1} | options
-    split = numbers.pop("split", "969,30,1")
-    return open_samples(DataConfig(data_path=(prefix,), split=split), **numbers)
-
-
-def test_parts_read_their_own_documents(tmp_path):
-    prefix = corpus(tmp_path, [[d] * 10 for d in range(10)])
-    parts = opened(prefix, split="'8, 1, 1'")
-    assert {t for s in parts.train for t in s} == set(range(8))
-    assert {t for s in parts.valid for t in s} == {8} and {t for s in parts.test for t in s} == {9}
-    assert len({parts.train.seed, parts.valid.seed, parts.test.seed}) == 3
-    assert len(parts.train) == 19  # 79 // 4, and 9 // 4 in the others
-    assert opened(prefix, split="1").valid is None
-    assert opened(corpus(tmp_path, [[1] * 10, []]), split="1,1").valid is None  # a document without tokens
-
-
-def test_missing_and_unknown_data_are_one_line(tmp_path):
-    with pytest.raises(ValueError, match=r"--data-path .*nowhere\.idx"):
-        opened(str(tmp_path / "nowhere"))
-    with pytest.raises(ValueError, match="--mock-data"):
-        open_samples(DataConfig(), seq_length=4, vocab_size=9, seed=1)
-
-
-def test_data_of_another_vocabulary_is_refused(tmp_path):
-    prefix = corpus(tmp_path, [[1, 2, 3]], vocab_size=131, fingerprint="bytes")
-    with pytest.raises(ValueError, match=r"vocabulary of 131.*has 97"):
-        opened(prefix, vocab_size=97)
-    with pytest.raises(ValueError, match=r"tokenizer bytes.*give other"):
-        opened(prefix, vocab_size=131, fingerprint="other")
-    for fingerprint in ("bytes", "", None):  # a tokenizer without content cannot be another one
-        assert opened(prefix, vocab_size=131, fingerprint=fingerprint).train is not None
-
-
-def test_mock_parts_differ():
-    parts = open_samples(DataConfig(mock_data=True), seq_length=16, vocab_size=97, seed=1)
-    rows = [part.tokens(0).tolist() for part in (parts.train, parts.valid, parts.test)]
-    assert rows[0] != rows[1] != rows[2] != rows[0]
-
-
-def test_opening_does_not_look_at_every_document(tmp_path):
-    prefix = corpus(tmp_path, [[1, 2, 3]] * 50)
-    data = bytearray((tmp_path / "corpus.idx").read_bytes())
-    data[34 + 4 * 50 + 8 * 20 : 34 + 4 * 50 + 8 * 21] = bytes(8)  # a wrong offset in the middle of the train part
-    (tmp_path / "corpus.idx").write_bytes(data)
-    assert len(opened(prefix, split="1").train) == (150 - 1) // 4
-    assert IndexedReader(prefix).read(60, 3).tolist() == [1, 2, 3]
