@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,31 +16,32 @@ from pathlib import Path
 import torch
 
 from megazero import snapshot
+from megazero.batch_sizes import BatchSizes, constant
 from megazero.checkpoint import folder_of
 from megazero.checkpoint_index import read_index
 from megazero.config import Config, check_world
+from megazero.data.corpora import open_samples
 from megazero.data.loader import DocumentRules, Loader, Share
-from megazero.data.samples import Parts, open_samples
+from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import parse
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import Kernels, use_triton
 from megazero.lr_schedule import make_schedule, print_lr_lines
+from megazero.machine import Machine, Pipelining, Setup, assemble
 from megazero.metrics import Metrics, check_folder, check_places, model_flops
 from megazero.parallel.collectives import AgreedError
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
-from megazero.parallel.params import collect, initialize
 from megazero.parallel.topology import Topology
-from megazero.parallel.zero import ZeroAdamW
-from megazero.pipe.engine import PipeEngine
-from megazero.pipe.lower import add_communication
-from megazero.pipe.p2p import Wires, edges_of
-from megazero.pipe.schedule import SCHEDULES, forward_only
-from megazero.pipe.stage import LayerSpec, Recompute, build_stages
+from megazero.pipe.split import Split
+from megazero.pipe.stage import LayerSpec, Recompute
+from megazero.pipe.trace import write_trace
 from megazero.plan import describe_layout, plan_stages
 from megazero.precision import dtypes
 from megazero.resume import check_same_model, differences, with_saved_schedule
-from megazero.trainer import Feed, Machine, Progress, Trainer
+from megazero.trainer import Feed, Progress, Trainer
+
+TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,13 +76,13 @@ def answer(config: Config, world: World) -> bool:
     if asked.print_config:
         lines.append(config.to_json())
     if asked.print_lr:
-        data_size = config.parallel.data_size(size)
-        batch = config.batch.global_batch(data_size)
-        lines += print_lr_lines(make_schedule(config.schedule, config.batch, batch), batch, asked.print_lr)
+        sizes = config.batch.sizes(config.parallel.data_size(size), config.model.seq_length)
+        schedule = make_schedule(config.schedule, config.batch, sizes.last)
+        lines += print_lr_lines(schedule, map(sizes.consumed, range(asked.print_lr)))
     if asked.print_layout:
         check_world(config, size)
         vocab = config.model.vocab_size or build_tokenizer(config.data).vocab_size
-        lines.append(describe_layout(layers_of(config, vocab), topology_of(config, size)))
+        lines.append(describe_layout(layers_of(config, vocab), topology_of(config, size), pipelining_of(config)))
     if world.rank == 0 and lines:
         print("\n".join(lines))
     return bool(lines)
@@ -95,6 +97,11 @@ class Plan:
     tokenizer: Tokenizer
     vocab: int
     layers: list[LayerSpec]
+    pipelining: Pipelining
+    sizes: BatchSizes               # of the global batch
+    iterations: int                 # of the whole run
+    samples: Mapping[str, SampleSource]     # of each part of the data
+    rules: DocumentRules
     checkpoint: Path | None         # to start from
     changed: tuple[str, ...]        # settings that differ from the checkpoint's
 
@@ -105,22 +112,27 @@ def prepare(config: Config, world: World) -> Plan:
     make_schedule(config.schedule, config.batch, 1)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab = config.model.vocab_size or tokenizer.vocab_size
-    open_parts(config, tokenizer, vocab)
-    document_rules(config, tokenizer)
+    sizes = config.batch.sizes(config.parallel.data_size(world.size), config.model.seq_length)
+    samples, rules = open_parts(config, tokenizer, vocab, sizes), rules_of(config, tokenizer)
     check_places(config.logging)
     check_save(config)
     checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
     changed: tuple[str, ...] = ()
+    iterations = config.batch.iterations(sizes)
     if checkpoint is not None:
-        saved = Config.from_json(json.dumps(read_index(checkpoint)[0].config))
+        index = read_index(checkpoint)[0]
+        saved = Config.from_json(json.dumps(index.config))
         check_same_model(saved, config)
         if not config.checkpoint.finetune:
             config = with_saved_schedule(saved, config)
+            done, consumed = (int(index.progress[name]) for name in ("iteration", "consumed_samples"))
+            iterations = config.batch.iterations(sizes, done=done, consumed_samples=consumed)
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
     use_triton(torch.empty(0, device=device), norm_impl(config))
     return Plan(
-        config, topology_of(config, world.size), tokenizer, vocab, layers_of(config, vocab), checkpoint, changed
+        config, topology_of(config, world.size), tokenizer, vocab, layers_of(config, vocab), pipelining_of(config),
+        sizes, iterations, samples, rules, checkpoint, changed,
     )
 
 
@@ -130,19 +142,21 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
     connect(world, device, backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     mesh = open_mesh(plan.topology, device)
-    samples = config.batch.global_batch(mesh.data.size)
-    iterations = config.batch.iterations(samples)
+    iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
-        flops=model_flops(config.model, vocab=plan.vocab, batch=samples),
+        flops=model_flops(config.model, vocab=plan.vocab, batch=1) / config.model.seq_length,
     )
     for line in (*notices, describe(plan)):
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
+    trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)
     if progress.iteration >= iterations:
         metrics.say(f"nothing to do: the checkpoint is at iteration {progress.iteration} of {iterations}")
     else:
         progress = trainer.train(progress, iterations, config.checkpoint.save_interval)
+    if trace is not None:
+        write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
     metrics.close()
     for feed in trainer.feeds.values():
         feed.loader.close()
@@ -152,33 +166,16 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
 def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     """The trainer of this rank, and the progress it starts from."""
     config, topology = plan.config, plan.topology
-    types, model = dtypes(config.precision), config.model
+    model = config.model
     how = Recompute()
     if config.recompute.recompute_granularity == "full":
         how = Recompute(config.recompute.recompute_method, config.recompute.layers)
-    with mesh.device:
-        stages = build_stages(plan.layers, mesh, how)
-    infos = collect([named for stage in stages.values() for named in stage.named_layers()])
-    initialize(infos, topology, mesh.rank, seed=config.run.seed)
-
-    adam = config.optimizer
-    optimizer = ZeroAdamW(
-        infos, mesh, dtype=types.compute, betas=(adam.adam_beta1, adam.adam_beta2), eps=adam.adam_eps,
-        clip=adam.clip_grad,
-    )
-    micro_batches = config.batch.micro_batches(topology.data)
-    train = add_communication(
-        SCHEDULES[config.parallel.pipeline_schedule](topology.pipeline, micro_batches, 1), topology.pipeline
-    )
-    evaluate = add_communication(forward_only(topology.pipeline, micro_batches, 1), topology.pipeline)
-    engine = PipeEngine(
-        stages, topology.pipeline - 1, Wires(mesh.pipeline, edges_of(train)), dtype=types.compute, device=mesh.device
-    )
-    wire_shape = (model.seq_length // topology.tensor, config.batch.micro_batch_size, model.hidden_size)
-    machine = Machine(mesh, engine, optimizer, train[mesh.stage], evaluate[mesh.stage], wire_shape)
-
     feeds = open_feeds(plan, mesh)
-    schedule = make_schedule(config.schedule, config.batch, feeds["train"].samples)
+    wire_shape = (model.seq_length // topology.tensor, config.batch.micro_batch_size, model.hidden_size)
+    setup = Setup(wire_shape, dtypes(config.precision), config.optimizer, plan.pipelining, how, config.run.seed)
+    example = feeds["train"].example() if plan.pipelining.split.weighs == "seconds" else None
+    machine = assemble(plan.layers, mesh, setup, example)
+    schedule = make_schedule(config.schedule, config.batch, plan.sizes.last)
     progress = load(plan, machine, metrics)
     trainer = Trainer(
         machine, feeds, schedule, batch=config.batch, seq_length=model.seq_length, metrics=metrics,
@@ -195,11 +192,25 @@ def topology_of(config: Config, world_size: int) -> Topology:
     )
 
 
+def pipelining_of(config: Config) -> Pipelining:
+    """Schedule, stages per rank and the rule of the split. Raises ValueError where they do not go together."""
+    parallel, layers = config.parallel, config.model.num_layers
+    split = Split(
+        parallel.pipeline_split, parallel.pipeline_model_parallel_layout, parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers, parallel.account_for_embedding_in_pipeline_split,
+        parallel.account_for_loss_in_pipeline_split,
+    )
+    how = Pipelining(parallel.schedule(layers), parallel.chunks(layers), split)
+    how.order.check(parallel.pipeline_model_parallel_size, 1, how.chunks)
+    return how
+
+
 def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
     """The model as a list of layers, which every layout cuts into stages."""
+    homes = pipelining_of(config).homes(config.parallel.pipeline_model_parallel_size)
     return gpt_layers(
         GPTSetup(
-            config.model, vocab, dtypes(config.precision).master,
+            config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
             selective=config.recompute.recompute_granularity == "selective",
             norm_impl=norm_impl(config),
         )
@@ -212,41 +223,58 @@ def norm_impl(config: Config) -> str:
     return Kernels(config.run.kernels, config.run.kernel).impl(norm)
 
 
-def document_rules(config: Config, tokenizer: Tokenizer) -> DocumentRules:
-    """What the end of a document does. Raises ValueError where the tokenizer has no token for it."""
+def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSizes) -> dict[str, SampleSource]:
+    """The samples of each part of the data. Raises ValueError for a missing or unfit file."""
     data = config.data
-    return DocumentRules(tokenizer.eod, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
-
-
-def open_parts(config: Config, tokenizer: Tokenizer, vocab: int) -> Parts:
-    """The training, validation and test samples. Raises ValueError for a missing or unfit file."""
     parts = open_samples(
-        config.data, seq_length=config.model.seq_length, vocab_size=vocab, seed=config.run.seed,
-        fingerprint=tokenizer.fingerprint,
+        data, seq_length=config.model.seq_length, vocab_size=vocab, seed=config.run.seed,
+        fingerprint=tokenizer.fingerprint, counts=samples_taken(config, sizes),
     )
-    if parts.train is None:
-        raise ValueError(f"--split {config.data.split}: no document of {config.data.data_path[0]} is left for training")
+    if "train" not in parts:
+        asked = f"--split {data.split}" if data.data_path else f"--train-data-path {' '.join(data.train_data_path)}"
+        raise ValueError(f"{asked}: no document of {(data.data_path or data.train_data_path)[-1]} is left for training")
     return parts
 
 
+def samples_taken(config: Config, sizes: BatchSizes) -> dict[str, int]:
+    """How many samples Megatron would say that the run takes of each part; its order of samples depends on it."""
+    batch = config.batch
+    steps = batch.iterations(sizes)
+    if batch.train_samples is not None and sizes.consumed(steps) > batch.train_samples:
+        steps -= 1      # it leaves out a batch that is not whole
+    evaluation = batch.eval_iters * sizes.last if batch.eval_interval else 0
+    valid = evaluation * (1 + steps // (batch.eval_interval or 1))
+    named = dict.fromkeys(config.data.valid_sets, valid)
+    return {"train": batch.train_samples or steps * sizes.last, "valid": valid, **named, "test": evaluation}
+
+
+def rules_of(config: Config, tokenizer: Tokenizer) -> DocumentRules:
+    """What the end of a document does. Raises ValueError where made-up data would have to show one and cannot."""
+    data = config.data
+    rules = DocumentRules(tokenizer.eod, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
+    if rules.any and rules.eod is None and data.mock_data:
+        raise ValueError(
+            "--mock-data and --eod-mask-loss, --reset-position-ids or --reset-attention-mask: the tokenizer has no "
+            "end-of-document token (eos), so documents cannot be told apart"
+        )
+    return rules
+
+
 def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
-    """What this rank reads of each part. Evaluation takes as many samples at a time as training does."""
-    config, data = plan.config, plan.config.data
-    rules = document_rules(config, plan.tokenizer)
-    share = Share(
-        config.batch.micro_batch_size, config.batch.micro_batches(mesh.data.size), mesh.data.index, mesh.data.size
-    )
-    at_an_end = mesh.stage in (0, mesh.pipeline.size - 1)
-    reads = at_an_end or data.reset_position_ids or data.reset_attention_mask
-    parts = open_parts(config, plan.tokenizer, plan.vocab)
+    """What this rank reads of each part. Evaluation takes as many samples at a time as training does in the end."""
+    config, rules = plan.config, plan.rules
+    homes = plan.pipelining.homes(mesh.pipeline.size)
+    at_an_end = mesh.stage in (homes[0], homes[-1])
+    reads = at_an_end or rules.reset_positions or rules.reset_attention
     feeds = {}
-    for name, samples in (("train", parts.train), ("valid", parts.valid), ("test", parts.test)):
-        if samples is not None:
-            loader = Loader(
-                samples, share, vocab_size=plan.vocab, seed=config.run.seed, rules=rules,
-                num_workers=data.num_workers if reads else 0,
-            )
-            feeds[name] = Feed(loader, mesh, reads)
+    for name, samples in plan.samples.items():
+        sizes = plan.sizes if name == "train" else constant(plan.sizes.last)
+        loader = Loader(
+            samples, Share(config.batch.micro_batch_size, sizes, mesh.data.index, mesh.data.size),
+            vocab_size=plan.vocab, seed=config.run.seed, rules=rules,
+            num_workers=config.data.num_workers if reads else 0,
+        )
+        feeds[name] = Feed(loader, mesh, reads)
     return feeds
 
 
@@ -296,8 +324,11 @@ def save(plan: Plan, machine: Machine, metrics: Metrics, progress: Progress) -> 
 
 def describe(plan: Plan) -> str:
     """The layout in one line."""
-    t, count = plan.topology, sum(stage.recorded for stage in plan_stages(plan.layers, plan.topology))
-    return f"{t.world} ranks: tensor {t.tensor} x pipeline {t.pipeline} x data {t.data}, {count:,} parameters"
+    t, count = plan.topology, sum(stage.recorded for stage in plan_stages(plan.layers, plan.topology, plan.pipelining))
+    schedule = f" ({plan.pipelining.schedule})" if t.pipeline > 1 else ""
+    return (
+        f"{t.world} ranks: tensor {t.tensor} x pipeline {t.pipeline}{schedule} x data {t.data}, {count:,} parameters"
+    )
 
 
 if __name__ == "__main__":

@@ -66,10 +66,10 @@ class Attention(nn.Module):
 
     def _core(self, fused: Tensor, batch: MicroBatch) -> Tensor:
         """[seq, batch, fused / tensor] -> [seq, batch, heads * head_dim / tensor]."""
-        q, k, v = self._heads(fused).permute(1, 2, 3, 0, 4).split((self.queries, 1, 1), dim=2)
-        q, k, v = q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)            # [batch, heads, seq, head_dim]
-        if q.untyped_storage().data_ptr() != fused.untyped_storage().data_ptr():
-            k, v = k.contiguous(), v.contiguous()          # q had to be copied: let the fused projection go as a whole
+        parts = self._heads(fused).split((self.queries, 1, 1), dim=3)
+        if self.queries > 1:        # grouped queries must be copied: copy all, so that the fused projection can go
+            parts = tuple(part.contiguous() for part in parts)
+        q, k, v = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in parts)   # [batch, heads, seq, head_dim]
         probability = self.dropout if batch.draw is not None else 0.0
         if batch.draw is not None and probability:
             seed_generator(q.device, draw_seed(batch.draw, self.layer, "attention", self.group.index))

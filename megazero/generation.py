@@ -23,7 +23,7 @@ from .pipe.engine import PipeEngine
 from .pipe.lower import add_communication
 from .pipe.p2p import Wires, edges_of
 from .pipe.schedule import forward_only
-from .pipe.stage import LayerSpec, Recompute, build_stages
+from .pipe.stage import LayerSpec, Recompute, build_stages, cut_layers
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class Writer:
 
     def __init__(self, layers: Sequence[LayerSpec], mesh: Mesh, shape: Shape, rules: DocumentRules) -> None:
         self.mesh, self.shape, self.rules = mesh, shape, rules
+        homes = list(range(mesh.pipeline.size))
         with mesh.device:
-            self.stages = build_stages(layers, mesh, Recompute())
+            self.stages = build_stages(layers, mesh, cut_layers(layers, homes), Recompute())
         programs = add_communication(forward_only(mesh.pipeline.size, 1, 1), mesh.pipeline.size)
         self.program = programs[mesh.stage]
         self.engine = PipeEngine(

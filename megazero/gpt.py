@@ -32,6 +32,7 @@ class GPTSetup:
     dtype      of declared parameters before the optimizer takes them: fp32, or fp64 for proofs
     selective  whether the attention core is recomputed
     norm_impl  which implementation of the norms: auto, torch, triton
+    apart      whether embedding and head live on different pipeline ranks, so that a tied table has two holders
     """
 
     model: ModelConfig
@@ -39,11 +40,13 @@ class GPTSetup:
     dtype: torch.dtype = torch.float32
     selective: bool = False
     norm_impl: str = "auto"
+    apart: bool = True
 
     def table(self, tensor: int) -> ShardSpec:
         """The spec of a table with one row per token, padded so that every tensor rank holds equally many rows."""
         padded = self.model.padded_vocab(self.vocab, tensor)
-        return ShardSpec((self.vocab, self.model.hidden_size), ("tensor", None), tied=self.model.tied, padded=padded)
+        tied = self.model.tied and self.apart
+        return ShardSpec((self.vocab, self.model.hidden_size), ("tensor", None), tied=tied, padded=padded)
 
 
 def gpt_layers(setup: GPTSetup) -> list[LayerSpec]:
@@ -138,7 +141,7 @@ class Head(nn.Module):
 
     def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
         super().__init__()
-        model, self.group, self.vocab = setup.model, mesh.tensor, setup.vocab
+        model, self.group, self.queue, self.vocab = setup.model, mesh.tensor, mesh.weights, setup.vocab
         self.smoothing = model.label_smoothing
         self.weight = declare(
             self, "weight", setup.table(mesh.tensor.size), mesh.topology, dtype=setup.dtype,
@@ -146,7 +149,7 @@ class Head(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        logits = gather_linear(x, self.weight, None, self.group)[: batch.tokens.shape[0]]
+        logits = gather_linear(x, self.weight, None, self.group, self.queue)[: batch.tokens.shape[0]]
         if batch.labels is None:
             return logits
         losses = vocab_parallel_cross_entropy(

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from .machine import Pipelining
 from .parallel.groups import mesh_on_paper
 from .parallel.params import collect
 from .parallel.topology import Coord, Topology
-from .pipe.stage import LayerSpec, Recompute, build_stages
+from .pipe.split import Split
+from .pipe.stage import LayerSpec, Recompute, build_stages, cut_layers
 
 SHOWN_RANKS = 64              # more ranks than this are printed as their first and last
 
@@ -27,13 +29,18 @@ class StagePlan:
     recorded: int               # of the whole model that this stage counts: no padding, a tied weight once
 
 
-def plan_stages(layers: Sequence[LayerSpec], topology: Topology) -> list[StagePlan]:
-    """The stages of a layout. Raises ValueError where an axis cannot cut the model."""
+def plan_stages(layers: Sequence[LayerSpec], topology: Topology, how: Pipelining = Pipelining()) -> list[StagePlan]:
+    """What each pipeline rank of a layout holds. Raises ValueError where an axis cannot cut the model.
+
+    A split by measured cost is shown as an even one: nothing is measured on paper.
+    """
+    split = how.split if how.split.weighs != "seconds" else Split()
+    cut = cut_layers(layers, how.homes(topology.pipeline), split)
     plans, seen = [], set()
     with torch.device("meta"):
         for stage in range(topology.pipeline):
             mesh = mesh_on_paper(topology, topology.rank(Coord(stage, 0, 0)))
-            named = [n for s in build_stages(layers, mesh, Recompute()).values() for n in s.named_layers()]
+            named = [n for s in build_stages(layers, mesh, cut, Recompute()).values() for n in s.named_layers()]
             infos = collect(named)
             fresh = [i for i in infos if i.name not in seen]
             seen |= {i.name for i in fresh}
@@ -47,17 +54,17 @@ def plan_stages(layers: Sequence[LayerSpec], topology: Topology) -> list[StagePl
     return plans
 
 
-def describe_layout(layers: Sequence[LayerSpec], topology: Topology) -> str:
+def describe_layout(layers: Sequence[LayerSpec], topology: Topology, how: Pipelining = Pipelining()) -> str:
     """What --print-layout prints."""
-    plans = plan_stages(layers, topology)
+    plans = plan_stages(layers, topology, how)
     total = sum(p.recorded for p in plans)
     lines = [
         f"world {topology.world}: tensor {topology.tensor} x pipeline {topology.pipeline} x data {topology.data}"
-        f" (expert {topology.expert})",
+        f" (expert {topology.expert}), schedule {how.schedule}, stages per rank {how.chunks}",
         f"parameters {total:,}",
         "",
         *_table(
-            ("stage", "layers", "parameters per rank"),
+            ("pipeline", "layers", "parameters per rank"),
             [(str(s), _span(p.layers), f"{p.parameters:,}") for s, p in enumerate(plans)],
         ),
         "",
@@ -101,15 +108,20 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _span(names: Sequence[str]) -> str:
-    """embedding layers.0-3 final_norm head."""
-    blocks = [n for n in names if n.startswith("layers.")]
-    out = []
+    """embedding layers.0-1 layers.4-5 final_norm head."""
+    out: list[str] = []
+    runs: list[list[int]] = []
     for name in names:
-        if name not in blocks:
+        number = name.removeprefix("layers.")
+        if number == name:
             out.append(name)
-        elif name == blocks[0]:
-            last = blocks[-1].removeprefix("layers.")
-            out.append(name if len(blocks) == 1 else f"{name}-{last}")
+            runs.append([])
+        elif runs and runs[-1] and runs[-1][-1] == int(number) - 1:
+            runs[-1].append(int(number))
+            out[-1] = f"layers.{runs[-1][0]}-{number}"
+        else:
+            out.append(name)
+            runs.append([int(number)])
     return " ".join(out)
 
 

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .batch_sizes import BatchSizes
 from .config import BatchConfig
 from .data.batch import MicroBatch
 from .data.loader import Loader, counted_tokens
 from .lr_schedule import Schedule
+from .machine import Machine
 from .metrics import Metrics
 from .parallel.collectives import AgreedError, all_reduce, broadcast
 from .parallel.groups import Mesh
-from .parallel.zero import ZeroAdamW
-from .pipe.engine import PipeEngine
-from .pipe.lower import Program
 
 
 @dataclass(frozen=True)
@@ -35,28 +34,6 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What computes on this rank: the engine with its programs, and the optimizer behind it.
-
-    wire_shape  of hidden states between stages, [seq / tensor, micro-batch, hidden]
-    """
-
-    mesh: Mesh
-    engine: PipeEngine
-    optimizer: ZeroAdamW
-    train_program: Program
-    evaluate_program: Program
-    wire_shape: tuple[int, ...]
-
-    def loss(self, batches: Sequence[MicroBatch], program: Program) -> Tensor:
-        """Run `program`, with its backwards if it has any; the summed loss of all data ranks, fp64 scalar on all."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for loss in self.engine.run(program, batches, self.wire_shape):
-            total += loss
-        return broadcast(all_reduce(total, self.mesh.data), self.mesh.pipeline, self.mesh.pipeline.size - 1)
-
-
-@dataclass(frozen=True)
 class Feed:
     """One part of the data as this rank takes it. Middle stages read nothing: they need only the roots of draws."""
 
@@ -65,18 +42,22 @@ class Feed:
     reads: bool                 # whether this rank's stages look at tokens, labels or masks
 
     @property
-    def samples(self) -> int:
+    def sizes(self) -> BatchSizes:
         """Samples of a global batch."""
-        return self.loader.share.global_batch_size
+        return self.loader.share.sizes
 
     def global_batch(self, consumed_samples: int, iteration: int | None) -> list[MicroBatch]:
         """This rank's micro-batches, on its device."""
         if self.reads:
             return [b.to(self.mesh.device) for b in self.loader.global_batch(consumed_samples, iteration)]
         share, nothing = self.loader.share, torch.empty(0, 0, dtype=torch.int64)
-        roots = [share.first_sample(m) // share.micro_batch_size for m in range(share.micro_batches)]
+        roots = [share.number(m) for m in range(share.micro_batches(consumed_samples))]
         draws = [None if iteration is None else (self.loader.seed, iteration, root) for root in roots]
         return [MicroBatch(nothing, draw=draw) for draw in draws]
+
+    def example(self) -> MicroBatch:
+        """A micro-batch to try layers with, whether this rank reads or not."""
+        return self.loader.global_batch(0)[0].to(self.mesh.device)
 
     def counted_tokens(self, batches: Sequence[MicroBatch]) -> int:
         """Tokens that count in the loss of the whole global batch; equal on all data ranks of a stage that reads."""
@@ -99,7 +80,7 @@ class _Step:
 class Trainer:
     """Trains from any progress to a number of iterations, evaluating and saving on the way.
 
-    `feeds` has "train", and "valid" and "test" where there is data for them.
+    `feeds` has "train", and where there is data for them "valid", named validation sets, and "test" at last.
     """
 
     def __init__(
@@ -122,7 +103,9 @@ class Trainer:
             done = progress.iteration
             leaving = self._is_time_to_leave(done, started)
             if self._is_due(self.batch.eval_interval, done) and done < iterations and not leaving:
-                self.evaluate("valid", progress)
+                for part in self.feeds:
+                    if part not in ("train", "test"):
+                        self.evaluate(part, progress)
             if save_interval and (self._is_due(save_interval, done) or leaving or done == iterations):
                 self._read()
                 self.save(progress)
@@ -130,21 +113,23 @@ class Trainer:
         if leaving:
             self.metrics.say(f"left after iteration {progress.iteration}, as asked")
         elif self.batch.eval_interval:
-            for part in ("valid", "test"):
-                self.evaluate(part, progress)
+            for part in self.feeds:
+                if part != "train":
+                    self.evaluate(part, progress)
         return progress
 
     def _step(self, progress: Progress) -> Progress:
         """One optimizer step. Its numbers are read a step later, so that a device never waits for the log."""
         start = time.monotonic()
         feed, machine, iteration = self.feeds["train"], self.machine, progress.iteration + 1
+        size = feed.sizes.at(progress.consumed_samples)
         batches = feed.global_batch(progress.consumed_samples, iteration)
         scale = 1.0 / max(feed.counted_tokens(batches), 1)
-        loss = machine.loss([replace(b, scale=scale) for b in batches], machine.train_program)
+        loss = machine.loss([replace(b, scale=scale) for b in batches], machine.train_program(len(batches)))
         learning_rate, weight_decay = self.schedule.at(progress.consumed_samples)
         grad_norm = machine.optimizer.step(learning_rate, weight_decay)
-        tokens = feed.samples * self.seq_length
-        progress = Progress(iteration, progress.consumed_samples + feed.samples, progress.consumed_tokens + tokens)
+        tokens = size * self.seq_length
+        progress = Progress(iteration, progress.consumed_samples + size, progress.consumed_tokens + tokens)
         self._read()
         self._unread = _Step(progress, loss, grad_norm, learning_rate, time.monotonic() - start, tokens)
         return progress
@@ -185,12 +170,12 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=machine.mesh.device)
         tokens = 0
         for number in range(self.batch.eval_iters):
-            batches = feed.global_batch(number * feed.samples, None)
+            batches = feed.global_batch(number * feed.sizes.last, None)
             tokens += feed.counted_tokens(batches)
-            total += machine.loss(batches, machine.evaluate_program)
+            total += machine.loss(batches, machine.evaluate_program(len(batches)))
         count = broadcast(
             torch.tensor(float(tokens), dtype=torch.float64, device=machine.mesh.device),
-            machine.mesh.pipeline, machine.mesh.pipeline.size - 1,
+            machine.mesh.pipeline, machine.last,
         )
         loss = (total / count.clamp(min=1.0)).item()
         self.metrics.evaluation(part, progress.iteration, loss)

@@ -7,7 +7,7 @@ are disjoint, so nobody waits for a rank that is busy elsewhere. A group of one 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .topology import Topology
+from .weights import WeightQueue
 
 # Axes that live in a run's process groups; the others exist for arithmetic only.
 LIVE_AXES = ("tensor", "pipeline", "data", "tied_data", "world")
@@ -61,6 +62,7 @@ class Mesh:
     data: Group
     tied_data: Group
     world: Group
+    weights: WeightQueue = field(compare=False)         # of the stage that is being built
 
     def along(self, axis: str) -> Group:
         """The group of an axis that is known by name, as a ShardSpec knows it."""
@@ -115,7 +117,7 @@ def open_mesh(topology: Topology, device: torch.device = torch.device("cpu")) ->
         ranks = topology.ranks_along(axis, rank)
         handle = new_group(ranks) if topology.size(axis) > 1 else None
         groups[axis] = Group(axis, ranks, ranks.index(rank), handle)
-    return Mesh(topology, rank, device, **groups)
+    return Mesh(topology, rank, device, **groups, weights=WeightQueue())
 
 
 def new_group(ranks: tuple[int, ...]) -> Any:
@@ -132,4 +134,5 @@ def mesh_on_paper(topology: Topology, rank: int, device: torch.device = torch.de
     if not 0 <= rank < topology.world:
         raise ValueError(f"rank {rank} is not one of the {topology.world} ranks of {topology}")
     along = {axis: topology.ranks_along(axis, rank) for axis in LIVE_AXES}
-    return Mesh(topology, rank, device, **{a: Group(a, ranks, ranks.index(rank)) for a, ranks in along.items()})
+    groups = {a: Group(a, ranks, ranks.index(rank)) for a, ranks in along.items()}
+    return Mesh(topology, rank, device, **groups, weights=WeightQueue())

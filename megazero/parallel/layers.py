@@ -14,39 +14,81 @@ from torch import Tensor, nn
 
 from ..kernels.layer_norm import layer_norm
 from ..kernels.rms_norm import rms_norm
-from .collectives import all_gather, scatter_sequence, start_all_gather, start_reduce_scatter
-from .groups import Mesh
+from .collectives import all_gather, reduce_scatter, scatter_sequence, start_all_gather, start_reduce_scatter
+from .groups import Group, Mesh
 from .params import ONES, ZEROS, Initial, declare
 from .shard import ShardSpec
+from .weights import WeightQueue, add_product_, gradient_of
 
 
 class _GatherLinear(torch.autograd.Function):
-    """y = gather(x) w^T + b. Backward gathers x again, so that the whole sequence is never kept."""
+    """y = gather(x) w^T + b. Backward gathers x again, so that the whole sequence is never kept.
+
+    The weight is held by reference and its gradient added by the stage's queue: autograd is told of none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.has_bias = group, bias is not None
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, queue: WeightQueue
+    ) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias, ctx.group, ctx.queue = weight, bias, group, queue
         rows = all_gather(x, group)                                # [seq, batch, in]
-        out = rows.new_empty(*rows.shape[:-1], weight.shape[0])    # not a view, so that it may be changed in place
+        matrix = weight.flatten(0, -2)
+        out = rows.new_empty(*rows.shape[:-1], matrix.shape[0])    # not a view, so that it may be changed in place
         flat, rows = out.flatten(0, -2), rows.flatten(0, -2)
-        torch.mm(rows, weight.T, out=flat) if bias is None else torch.addmm(bias, rows, weight.T, out=flat)
+        if bias is None:
+            torch.mm(rows, matrix.T, out=flat)
+        else:
+            torch.addmm(bias.flatten(), rows, matrix.T, out=flat)
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        gathering = start_all_gather(x, ctx.group)                 # runs under the product for the input's gradient
-        scattering = start_reduce_scatter(grad @ weight, ctx.group)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (x,), weight, bias, group = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.group
+        gathering = None if ctx.queue.is_deferring else start_all_gather(x, group)
+        scattering = start_reduce_scatter(grad @ weight.flatten(0, -2), group)
         rows = grad.flatten(0, -2)                                 # [seq * batch, out / tensor]
-        grad_weight = rows.T @ gathering.wait().flatten(0, -2)
-        grad_bias = rows.sum(0) if ctx.has_bias else None
-        return scattering.wait(), grad_weight, grad_bias, None
+
+        def add_weight_gradient() -> None:
+            whole = (gathering or start_all_gather(x, group)).wait()
+            add_product_(weight, rows.T, whole.flatten(0, -2))
+            if bias is not None:
+                gradient_of(bias).view(-1).add_(rows.sum(0))
+
+        ctx.queue.put(add_weight_gradient)                         # at once, it runs while the scatter is under way
+        return scattering.wait(), None, None, None, None
 
 
-def gather_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group: Any) -> Tensor:
-    """[seq / tensor, batch, in], [out / tensor, in] -> [seq, batch, out / tensor]."""
-    return _GatherLinear.apply(x, weight, bias, group)
+def gather_linear(
+    x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, group: Group, queue: WeightQueue
+) -> Tensor:
+    """[seq / tensor, batch, in] -> [seq, batch, out / tensor]; weight [..., in], bias [...] of out / tensor rows."""
+    return _GatherLinear.apply(x, weight, bias, group, queue)
+
+
+class _LinearScatter(torch.autograd.Function):
+    """y = scatter(x w^T), summed over the group. Backward gathers the gradient; the weight as in _GatherLinear."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: nn.Parameter, group: Group, queue: WeightQueue) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.group, ctx.queue = weight, group, queue
+        # Attention leaves its result batch-first in memory; multiplied as it lies it needs no copy.
+        ctx.batch_first = x.stride(0) < x.stride(1)
+        y = F.linear(x.transpose(0, 1), weight).transpose(0, 1) if ctx.batch_first else F.linear(x, weight)
+        return reduce_scatter(y, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        grad = all_gather(grad, ctx.group)
+        if ctx.batch_first:
+            x, grad = x.transpose(0, 1), grad.transpose(0, 1)
+        rows = grad.flatten(0, -2)
+        ctx.queue.put(lambda: add_product_(weight, rows.T, x.flatten(0, -2)))
+        grad_x = grad @ weight
+        return grad_x.transpose(0, 1) if ctx.batch_first else grad_x, None, None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -61,7 +103,7 @@ class ColumnParallelLinear(nn.Module):
         cut: int, initial: Initial, bias: bool, dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.group = mesh.tensor
+        self.group, self.queue = mesh.tensor, mesh.weights
         axes = tuple("tensor" if dim == cut else None for dim in range(len(out)))
         spec = ShardSpec((*out, size_in), (*axes, None))
         self.weight = declare(self, "weight", spec, mesh.topology, initial=initial, dtype=dtype)
@@ -69,8 +111,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = declare(self, "bias", spec, mesh.topology, initial=ZEROS, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.flatten()
-        return gather_linear(x, self.weight.flatten(0, -2), bias, self.group)
+        return gather_linear(x, self.weight, self.bias, self.group, self.queue)
 
 
 class RowParallelLinear(nn.Module):
@@ -83,17 +124,14 @@ class RowParallelLinear(nn.Module):
         self, size_in: int, size_out: int, mesh: Mesh, *, initial: Initial, bias: bool, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.group = mesh.tensor
+        self.group, self.queue = mesh.tensor, mesh.weights
         spec = ShardSpec((size_out, size_in), (None, "tensor"))
         self.weight = declare(self, "weight", spec, mesh.topology, initial=initial, dtype=dtype)
         whole = ShardSpec((size_out,), (None,), grad_sum=("tensor",))
         self.bias = declare(self, "bias", whole, mesh.topology, initial=ZEROS, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        # Attention leaves its result batch-first in memory; multiplied as it lies it needs no copy for the backward.
-        batch_first = x.stride(0) < x.stride(1)
-        y = F.linear(x.transpose(0, 1), self.weight).transpose(0, 1) if batch_first else F.linear(x, self.weight)
-        y = scatter_sequence(y, self.group)
+        y = _LinearScatter.apply(x, self.weight, self.group, self.queue)
         return y if self.bias is None else y + self.bias
 
 

@@ -7,17 +7,22 @@ for only when too many are under way. So the program's order rules the wires, ne
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..parallel.weights import WeightQueue, Work
 from .instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Forward,
+    Instruction,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -29,125 +34,185 @@ from .p2p import Wires
 
 SENDS_UNDER_WAY = 4
 
+Timed = tuple[Instruction, float, float]        # an instruction, when it began and when it ended
+
 
 @dataclass
 class _Live:
     """What one (stage, micro-batch) holds between its first and its last instruction."""
 
     entry: Tensor | None = None       # input of the stage; None on the first stage
-    exit: Tensor | None = None        # output of the stage
+    exit: Tensor | None = None        # output of the stage; its storage may be freed once it is sent
     grad: Tensor | None = None        # gradient of exit; None on the last stage, whose exit is the loss
     entry_grad: Tensor | None = None  # gradient of entry, until it is sent
     arriving: Any = None              # the receive that fills entry or grad
 
 
+@dataclass
+class _Step:
+    """What lives as long as one call of `run`."""
+
+    batches: Sequence[Any]
+    wire_shape: tuple[int, ...]
+    training: bool
+    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], list[Work]] = field(default_factory=dict)
+    sends: deque[tuple[Any, Tensor, Tensor | None]] = field(default_factory=deque)   # work, tensor, what to free then
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    times: list[Timed] = field(default_factory=list)
+
+    def of(self, op: Any) -> _Live:
+        return self.live.setdefault((op.stage, op.micro), _Live())
+
+    def settle(self, limit: int) -> None:
+        """Wait for the oldest sends until at most `limit` are under way."""
+        while len(self.sends) > limit:
+            work, _, spent = self.sends.popleft()
+            work.wait()
+            if spent is not None:
+                spent.untyped_storage().resize_(0)
+
+
 class PipeEngine:
     """Runs programs over stages: number -> callable(input or None, micro-batch) -> output.
 
-    The output of `last_stage` is a loss where the program has backwards; it is their root. `reduce_grads` is told
-    of each stage whose gradients are complete.
+    The output of `last_stage` is a loss where the program has backwards; it is their root. `queues` holds the weight
+    queue of each stage whose layers can put weight gradients off. `reduce_grads` is told of each stage whose gradients
+    are complete. `trace`, where it is given, gets each training step's instructions with their times in seconds.
     """
 
     def __init__(
-        self, stages: dict[int, Callable[[Tensor | None, Any], Tensor]], last_stage: int, wires: Wires, *,
-        dtype: torch.dtype, device: torch.device, reduce_grads: Callable[[int], None] = lambda stage: None,
+        self, stages: Mapping[int, Callable[[Tensor | None, Any], Tensor]], last_stage: int, wires: Wires, *,
+        dtype: torch.dtype, device: torch.device, queues: Mapping[int, WeightQueue] | None = None,
+        reduce_grads: Callable[[int], None] = lambda stage: None,
     ) -> None:
         self.stages, self.last_stage, self.wires = stages, last_stage, wires
         self.dtype, self.device, self.reduce_grads = dtype, device, reduce_grads
-        self._live: dict[tuple[int, int], _Live] = {}
-        self._sends: deque[tuple[Any, Tensor]] = deque()
-        self._outputs: dict[int, Tensor] = {}
-        self._wire_shape: tuple[int, ...] = ()
-        self._training = True
+        self.queues = queues or {}
+        self.trace: deque[list[Timed]] | None = None
+        self._keeps_exit: dict[int, bool] = {}        # stage -> whether a node of its graph saved its output
 
     def run(self, program: Program, batches: Sequence[Any], wire_shape: tuple[int, ...]) -> list[Tensor]:
         """One step. `wire_shape` is that of the hidden states between stages, in this step.
 
         Returns the outputs of the last stage, one per micro-batch in order, where this rank holds it, else [].
         """
-        self._wire_shape = wire_shape
-        self._training = any(isinstance(op, Backward) for op in program)
-        self._outputs = {}
-        with nullcontext() if self._training else torch.no_grad():
+        training = any(isinstance(op, Backward | BackwardInput) for op in program)
+        step = _Step(batches, wire_shape, training)
+        with nullcontext() if training else torch.no_grad():
             for op in program:
-                _RUN[type(op)](self, op, batches)
-        self._settle(0)
-        assert not self._live, f"the program left {sorted(self._live)} unfinished"
-        return [self._outputs[micro] for micro in sorted(self._outputs)]
+                start = perf_counter()
+                _RUN[type(op)](self, op, step)
+                step.times.append((op, start, perf_counter()))
+        step.settle(0)
+        if training and self.trace is not None:
+            self.trace.append(step.times)
+        left = sorted(step.live.keys() | step.deferred.keys())
+        assert not left, f"the program left {left} unfinished"
+        return [step.outputs[micro] for micro in sorted(step.outputs)]
 
-    def _of(self, op: Any) -> _Live:
-        return self._live.setdefault((op.stage, op.micro), _Live())
-
-    def _forward(self, op: Forward, batches: Sequence[Any]) -> None:
-        live = self._of(op)
+    def _forward(self, op: Forward, step: _Step) -> None:
+        live = step.of(op)
         if live.arriving is not None:
             live.arriving.wait()
             live.arriving = None
         elif op.stage:                                    # the stage below lives on this very rank
-            below = self._live[op.stage - 1, op.micro]
+            below = step.live[op.stage - 1, op.micro]
             live.entry = below.exit.detach()
-            if not self._training:
-                del self._live[op.stage - 1, op.micro]
-        if live.entry is not None and self._training:
+            if not step.training:
+                del step.live[op.stage - 1, op.micro]
+        if live.entry is not None and step.training:
             live.entry.requires_grad_()
-        live.exit = self.stages[op.stage](live.entry, batches[op.micro])
+        live.exit = self._run_stage(op, live.entry, step)
         if op.stage == self.last_stage:
-            self._outputs[op.micro] = live.exit.detach()
-            if not self._training:
-                del self._live[op.stage, op.micro]
+            step.outputs[op.micro] = live.exit.detach()
+            if not step.training:
+                del step.live[op.stage, op.micro]
 
-    def _backward(self, op: Backward, batches: Sequence[Any]) -> None:
-        live = self._of(op)
+    def _run_stage(self, op: Forward, entry: Tensor | None, step: _Step) -> Tensor:
+        """The stage's forward. The first time it is watched whether any node saves the output itself."""
+        stage, batch = self.stages[op.stage], step.batches[op.micro]
+        if not step.training or op.stage in self._keeps_exit:
+            return stage(entry, batch)
+        saved: set[int] = set()
+
+        def note(x: Tensor) -> Tensor:
+            saved.add(x.untyped_storage().data_ptr())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            out = stage(entry, batch)
+        storage = out.untyped_storage().data_ptr()
+        is_entry = entry is not None and storage == entry.untyped_storage().data_ptr()
+        self._keeps_exit[op.stage] = is_entry or storage in saved
+        return out
+
+    def _backward(self, op: Backward | BackwardInput, step: _Step) -> None:
+        """Gradients of the stage's input and of all weights that the stage's queue does not put off."""
+        live = step.of(op)
         if live.arriving is not None:
             live.arriving.wait()
         torch.autograd.backward([live.exit], [live.grad])
         live.exit = live.grad = live.arriving = None
-        below = self._live.get((op.stage - 1, op.micro))
+        below = step.live.get((op.stage - 1, op.micro))
         if below is not None and below.exit is not None:
             below.grad = live.entry.grad
         if op.stage == 0 or below is not None:
-            del self._live[op.stage, op.micro]
+            del step.live[op.stage, op.micro]
         else:
             live.entry_grad, live.entry = live.entry.grad, None
 
-    def _settle(self, limit: int) -> None:
-        """Wait for the oldest sends until at most `limit` are under way."""
-        while len(self._sends) > limit:
-            self._sends.popleft()[0].wait()
+    def _backward_input(self, op: BackwardInput, step: _Step) -> None:
+        queue = self.queues.get(op.stage, WeightQueue())
+        with queue.deferring() as work:
+            self._backward(op, step)
+        step.deferred[op.stage, op.micro] = work
 
-    def _send(self, x: Tensor, peer: int) -> None:
+    @torch.no_grad()
+    def _backward_weight(self, op: BackwardWeight, step: _Step) -> None:
+        work = step.deferred.pop((op.stage, op.micro))
+        work.reverse()
+        while work:
+            work.pop()()                                  # in the order of the backward; what it held is freed at once
+
+    def _send(self, x: Tensor, peer: int, step: _Step, spent: Tensor | None = None) -> None:
         x = x.contiguous()
-        self._sends.append((self.wires.send(x, peer), x))
-        self._settle(SENDS_UNDER_WAY)
+        step.sends.append((self.wires.send(x, peer), x, spent))
+        step.settle(SENDS_UNDER_WAY)
 
-    def _empty(self) -> Tensor:
-        return torch.empty(self._wire_shape, dtype=self.dtype, device=self.device)
+    def _empty(self, step: _Step) -> Tensor:
+        return torch.empty(step.wire_shape, dtype=self.dtype, device=self.device)
 
-    def _send_activation(self, op: SendActivation, batches: Sequence[Any]) -> None:
-        self._send(self._of(op).exit.detach(), op.peer)
-        if not self._training:
-            del self._live[op.stage, op.micro]
+    def _send_activation(self, op: SendActivation, step: _Step) -> None:
+        out = step.of(op).exit
+        if not step.training:
+            del step.live[op.stage, op.micro]
+        # Its backward needs the node of the output, but not the values, unless some node saved them.
+        is_spent = step.training and not self._keeps_exit[op.stage]
+        self._send(out.detach(), op.peer, step, out if is_spent else None)
 
-    def _recv_activation(self, op: RecvActivation, batches: Sequence[Any]) -> None:
-        live = self._of(op)
-        live.entry = self._empty()
+    def _recv_activation(self, op: RecvActivation, step: _Step) -> None:
+        live = step.of(op)
+        live.entry = self._empty(step)
         live.arriving = self.wires.receive(live.entry, op.peer)
 
-    def _send_grad(self, op: SendGrad, batches: Sequence[Any]) -> None:
-        self._send(self._live.pop((op.stage, op.micro)).entry_grad, op.peer)
+    def _send_grad(self, op: SendGrad, step: _Step) -> None:
+        self._send(step.live.pop((op.stage, op.micro)).entry_grad, op.peer, step)
 
-    def _recv_grad(self, op: RecvGrad, batches: Sequence[Any]) -> None:
-        live = self._of(op)
-        live.grad = self._empty()
+    def _recv_grad(self, op: RecvGrad, step: _Step) -> None:
+        live = step.of(op)
+        live.grad = self._empty(step)
         live.arriving = self.wires.receive(live.grad, op.peer)
 
-    def _reduce(self, op: ReduceGrads, batches: Sequence[Any]) -> None:
+    def _reduce(self, op: ReduceGrads, step: _Step) -> None:
         self.reduce_grads(op.stage)
 
 
 _RUN: dict[type, Callable[..., None]] = {
     Forward: PipeEngine._forward,
     Backward: PipeEngine._backward,
+    BackwardInput: PipeEngine._backward_input,
+    BackwardWeight: PipeEngine._backward_weight,
     SendActivation: PipeEngine._send_activation,
     RecvActivation: PipeEngine._recv_activation,
     SendGrad: PipeEngine._send_grad,

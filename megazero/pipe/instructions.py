@@ -20,7 +20,26 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """Run the backward of `stage` for micro-batch `micro`."""
+    """Run the whole backward of `stage` for micro-batch `micro`."""
+
+    micro: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Run the part of a backward that others wait for: the gradient of the input of `stage`.
+
+    What only the weights need is queued for BackwardWeight. The first stage runs it too, although nobody waits.
+    """
+
+    micro: int
+    stage: int
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Run what BackwardInput(micro, stage) left: the gradients of the weights."""
 
     micro: int
     stage: int
@@ -69,14 +88,19 @@ class ReduceGrads:
     stage: int
 
 
-Compute = Forward | Backward
+Compute = Forward | Backward | BackwardInput | BackwardWeight
 Send = SendActivation | SendGrad
 Recv = RecvActivation | RecvGrad
 Instruction = Compute | Send | Recv | ReduceGrads
 
+Orders = list[list[Compute]]      # for each rank, what it computes, in order
+Program = list[Instruction]       # all that one rank does in a step
+
 SHORT = {
     Forward: "F",
-    Backward: "B",
+    Backward: "BW",
+    BackwardInput: "B",
+    BackwardWeight: "W",
     SendActivation: "sendA",
     RecvActivation: "recvA",
     SendGrad: "sendG",
@@ -88,8 +112,8 @@ SHORT = {
 def render(items: Iterable[Instruction]) -> str:
     """One rank's order or program as a line: "recvA0<0 F0 sendA0>2 ... reduce".
 
-    The number is the micro-batch, `>` and `<` name the peer; where the rank holds several stages, `.c`
-    says that the word concerns the c-th of them.
+    F forward, BW whole backward, B and W its two parts. The number is the micro-batch, `>` and `<` name the peer;
+    where the rank holds several stages, `.c` says that the word concerns the c-th of them.
     """
     items = list(items)
     chunk = {stage: at for at, stage in enumerate(sorted({item.stage for item in items}))}

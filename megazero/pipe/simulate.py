@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 
 from .instructions import (
     Backward,
+    BackwardInput,
+    BackwardWeight,
     Compute,
     Forward,
     Instruction,
+    Program,
     Recv,
     RecvActivation,
     RecvGrad,
@@ -23,26 +26,48 @@ from .instructions import (
     SendActivation,
     SendGrad,
 )
-from .lower import Program
+from .lower import Result, needs
 
-Message = tuple[type, int, int]     # class of its receive, micro-batch, receiving stage
 Edge = tuple[int, int]              # from rank, to rank
+
+SENDS = (SendActivation, SendGrad)
+RECVS = (RecvActivation, RecvGrad)
+ENDS = SENDS + RECVS
+STEPS = (Forward, Backward, BackwardInput, BackwardWeight)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of one step, the same for all stages or one number per stage; `send` is the time on the wire."""
+    """Times of one step in any unit, each the same for all stages or one number per stage.
+
+    forward          F
+    backward_input   B, the part of a backward that yields the gradient of a stage's input
+    backward_weight  W, the part that yields the gradients of its weights; a whole backward takes both
+    send             a message on the wire
+    """
 
     forward: float | Sequence[float] = 1.0
-    backward: float | Sequence[float] = 2.0
+    backward_input: float | Sequence[float] = 1.0
+    backward_weight: float | Sequence[float] = 1.0
     send: float = 0.0
 
     def of(self, op: Compute) -> float:
-        cost = self.forward if isinstance(op, Forward) else self.backward
-        return cost[op.stage] if isinstance(cost, Sequence) else cost
+        """The time that `op` takes."""
+        match op:
+            case Forward():
+                return _at(self.forward, op.stage)
+            case BackwardInput():
+                return _at(self.backward_input, op.stage)
+            case BackwardWeight():
+                return _at(self.backward_weight, op.stage)
+        return _at(self.backward_input, op.stage) + _at(self.backward_weight, op.stage)
 
 
-@dataclass(frozen=True)
+def _at(cost: float | Sequence[float], stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """When a step ran on paper."""
 
@@ -53,12 +78,19 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """What a simulation found; the tuples have one entry per rank."""
+    """What a simulation found; the tuples have one entry per rank.
+
+    busy         time in which the rank computes
+    peak_live    forwards, of one stage each, whose input gradient is still to come: at most
+    peak_held    forwards whose weight gradients are still to come: at most
+    peak_posted  receives posted and not yet used: at most
+    """
 
     makespan: float
-    busy: tuple[float, ...]           # time in which the rank computes
-    peak_live: tuple[int, ...]        # forwards that wait for their backward, at most
-    peak_posted: tuple[int, ...]      # receives posted and not yet used, at most
+    busy: tuple[float, ...]
+    peak_live: tuple[int, ...]
+    peak_held: tuple[int, ...]
+    peak_posted: tuple[int, ...]
     timeline: tuple[tuple[Step, ...], ...]
 
     @property
@@ -66,69 +98,78 @@ class Report:
         """Idle share of the whole time, over all ranks."""
         return 1.0 - sum(self.busy) / (self.makespan * len(self.busy))
 
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """Time of the whole in which the rank does not compute."""
+        return tuple(self.makespan - busy for busy in self.busy)
+
+    @property
+    def gaps(self) -> tuple[float, ...]:
+        """Idle time between the rank's first and last step: without the start until work reaches it, and the end."""
+        return tuple(
+            steps[-1].end - steps[0].start - busy if steps else 0.0
+            for steps, busy in zip(self.timeline, self.busy, strict=True)
+        )
+
 
 def check_programs(programs: list[Program], stages: int) -> None:
     """Raises ValueError if a step is missing or double, lacks its input, or a message lacks its other end.
 
-    Two ranks must see the messages of one direction between them in one order.
+    Two ranks must see the messages of one direction between them in one order, and all backwards of a stage stand
+    before its reduction.
     """
-    edges: dict[Edge, tuple[list[Message], list[Message]]] = {}
-    steps: list[Instruction] = []
+    edges: dict[Edge, tuple[list[Result], list[Result]]] = {}
     for rank, program in enumerate(programs):
-        held: set[Message] = set()
+        here: set[Result] = set()
+        closed: set[int] = set()
         for op in program:
-            need = _needs(op, stages)
-            if need and held.isdisjoint(need):
-                raise ValueError(f"rank {rank}: {op} lacks what it uses")
-            if isinstance(op, ReduceGrads):
-                steps.append(op)
+            kind, stage = type(op), op.stage
+            if kind is ReduceGrads:
+                closed.add(stage)
                 continue
-            held.add((type(op), op.micro, op.stage))
-            if isinstance(op, Send | Recv):
+            if stage in closed and kind in STEPS:
+                raise ValueError(f"rank {rank}: {op} stands after the reduction of its stage")
+            carried = _carried(op)
+            if not here.issuperset(needs(op, stages) if kind in STEPS else (carried,) if kind in SENDS else ()):
+                raise ValueError(f"rank {rank}: {op} lacks what it uses")
+            if kind not in SENDS:
+                here.add(carried)
+            if kind not in STEPS:
                 ends = edges.setdefault(_edge(op, rank), ([], []))
-                ends[isinstance(op, Recv)].append(_message(op))
-            else:
-                steps.append(op)
+                ends[kind in RECVS].append(carried)
     for (sender, receiver), (sent, received) in edges.items():
         if sent != received:
             raise ValueError(f"rank {sender} sends {sent}, but rank {receiver} receives {received}")
-    _check_steps(steps, programs, stages)
+    _check_steps(programs, stages)
 
 
-def _needs(op: Instruction, stages: int) -> tuple[Message, ...]:
-    """What may stand before `op` on its rank to give it its input: one of these suffices."""
-    match op:
-        case Forward() if op.stage:
-            return (RecvActivation, op.micro, op.stage), (Forward, op.micro, op.stage - 1)
-        case Backward() if op.stage < stages - 1:
-            return (RecvGrad, op.micro, op.stage), (Backward, op.micro, op.stage + 1)
-        case Backward() | SendActivation():
-            return ((Forward, op.micro, op.stage),)
-        case SendGrad():
-            return ((Backward, op.micro, op.stage),)
-    return ()
-
-
-def _check_steps(steps: list[Instruction], programs: list[Program], stages: int) -> None:
-    """Every micro-batch once per stage and way, forward before backward, then one reduction per stage."""
-    seen = set(steps)
-    micros = {op.micro for op in steps if isinstance(op, Forward)}
-    wanted: set[Instruction] = {Forward(m, s) for m in micros for s in range(stages)}
-    if any(isinstance(op, Backward) for op in steps):
-        wanted |= {Backward(m, s) for m in micros for s in range(stages)} | {ReduceGrads(s) for s in range(stages)}
-    if len(steps) != len(seen) or seen != wanted:
-        twice = {op for op in seen if steps.count(op) > 1} if len(steps) != len(seen) else set()
-        raise ValueError(f"missing, unknown or double steps: {sorted(map(str, (seen ^ wanted) | twice))}")
-    for rank, program in enumerate(programs):
-        begun: set[Forward] = set()
-        closed: set[int] = set()
+def _check_steps(programs: list[Program], stages: int) -> None:
+    """Every micro-batch once per stage and way, and one reduction per stage where there are backwards."""
+    seen: dict[type, set[tuple[int, int]]] = {kind: set() for kind in (*STEPS, ReduceGrads)}
+    wrong = set()
+    for program in programs:
         for op in program:
-            if isinstance(op, Forward):
-                begun.add(op)
-            elif isinstance(op, ReduceGrads):
-                closed.add(op.stage)
-            elif isinstance(op, Backward) and (op.stage in closed or Forward(op.micro, op.stage) not in begun):
-                raise ValueError(f"rank {rank}: {op} stands before its forward or after its reduction")
+            kind = type(op)
+            if kind in seen:
+                place = (0, op.stage) if kind is ReduceGrads else (op.micro, op.stage)
+                if place in seen[kind]:
+                    wrong.add(str(op))
+                seen[kind].add(place)
+    micros = {micro for micro, _ in seen[Forward]}
+    places = {(micro, stage) for micro in micros for stage in range(stages)}
+    trains = any(seen[kind] for kind in seen if kind is not Forward)
+    split = seen[BackwardInput] & places
+    wanted = {
+        Forward: places,
+        Backward: places - split if trains else set(),
+        BackwardInput: split,
+        BackwardWeight: split,
+        ReduceGrads: {(0, stage) for stage in range(stages)} if trains else set(),
+    }
+    for kind, these in wanted.items():
+        wrong |= {str(kind(stage) if kind is ReduceGrads else kind(m, stage)) for m, stage in these ^ seen[kind]}
+    if wrong:
+        raise ValueError(f"missing, unknown or double steps: {sorted(wrong)}")
 
 
 def check_blocking(programs: list[Program]) -> None:
@@ -140,13 +181,17 @@ def check_blocking(programs: list[Program]) -> None:
         program = programs[rank]
         while at[rank] < len(program):
             op = program[at[rank]]
-            if isinstance(op, Send | Recv):
+            if type(op) in ENDS:
                 other = programs[op.peer][at[op.peer] : at[op.peer] + 1]
                 if not other or not _meet(op, rank, other[0], op.peer):
                     break                       # the peer wakes this rank when it comes to the other end
                 at[op.peer] += 1
                 awake.append(op.peer)
             at[rank] += 1
+    _check_finished(programs, at)
+
+
+def _check_finished(programs: list[Program], at: list[int]) -> None:
     stuck = [f"rank {r} at {p[i]}" for r, (i, p) in enumerate(zip(at, programs, strict=True)) if i < len(p)]
     if stuck:
         raise ValueError(f"the programs hang: {'; '.join(stuck)}")
@@ -154,39 +199,41 @@ def check_blocking(programs: list[Program]) -> None:
 
 def _meet(op: Send | Recv, rank: int, other: Instruction, peer: int) -> bool:
     """Whether the two instructions are the two ends of one message."""
-    if not isinstance(other, Send | Recv) or isinstance(op, Send) == isinstance(other, Send):
+    if type(other) not in ENDS or (type(op) in RECVS) == (type(other) in RECVS):
         return False
-    return _edge(op, rank) == _edge(other, peer) and _message(op) == _message(other)
+    return _edge(op, rank) == _edge(other, peer) and _carried(op) == _carried(other)
 
 
 def _edge(op: Send | Recv, rank: int) -> Edge:
-    return (rank, op.peer) if isinstance(op, Send) else (op.peer, rank)
+    return (op.peer, rank) if type(op) in RECVS else (rank, op.peer)
 
 
-def _message(op: Send | Recv) -> Message:
-    """One name for both ends."""
-    match op:
-        case SendActivation():
-            return RecvActivation, op.micro, op.stage + 1
-        case SendGrad():
-            return RecvGrad, op.micro, op.stage - 1
-    return type(op), op.micro, op.stage
+def _carried(op: Compute | Send | Recv) -> Result:
+    """What a step yields or a message carries: one name for both ends."""
+    kind = type(op)
+    if kind is RecvActivation:
+        return False, op.micro, op.stage - 1
+    if kind is RecvGrad:
+        return True, op.micro, op.stage + 1
+    return kind is not Forward and kind is not SendActivation, op.micro, op.stage
 
 
 @dataclass
 class _Channel:
-    """One directed edge: when its messages were posted at each end, and when each arrived."""
+    """One directed edge: when its messages were sent and posted, and how many have gone through."""
 
     sent: list[float] = field(default_factory=list)
-    posted: list[tuple[float, Message]] = field(default_factory=list)
+    posted: list[tuple[float, Result]] = field(default_factory=list)
+    done: int = 0
     free: float = 0.0
 
-    def match(self, done: int, cost: float) -> tuple[Message, float] | None:
+    def match(self, cost: float) -> tuple[Result, float] | None:
         """The next message in order, if both ends have reached it, and when it arrives."""
-        if done >= min(len(self.sent), len(self.posted)):
+        if self.done >= min(len(self.sent), len(self.posted)):
             return None
-        posted, message = self.posted[done]
-        self.free = max(self.free, self.sent[done], posted) + cost
+        posted, message = self.posted[self.done]
+        self.free = max(self.free, self.sent[self.done], posted) + cost
+        self.done += 1
         return message, self.free
 
 
@@ -196,67 +243,105 @@ class _Rank:
 
     at: int = 0
     clock: float = 0.0
-    posted: set[Message] = field(default_factory=set)
+    posted: set[Result] = field(default_factory=set)
+    sends: deque[Result] = field(default_factory=deque)
     live: int = 0
+    held: int = 0
     peak_live: int = 0
+    peak_held: int = 0
     peak_posted: int = 0
     steps: list[Step] = field(default_factory=list)
 
     def run(self, op: Compute, start: float, cost: float) -> None:
         self.clock = start + cost
         self.steps.append(Step(op, start, self.clock))
-        self.live += 1 if isinstance(op, Forward) else -1
-        self.peak_live = max(self.peak_live, self.live)
+        kind = type(op)
+        if kind is Forward:
+            self.live, self.held = self.live + 1, self.held + 1
+            self.peak_live, self.peak_held = max(self.peak_live, self.live), max(self.peak_held, self.held)
+        self.live -= kind is Backward or kind is BackwardInput
+        self.held -= kind is Backward or kind is BackwardWeight
 
 
-def simulate(programs: list[Program], costs: Costs = Costs()) -> Report:
-    """Runs the programs with the given costs. Raises ValueError where they cannot proceed."""
-    ranks = [_Rank() for _ in programs]
-    channels: dict[Edge, _Channel] = {}
-    matched: dict[Edge, int] = {}
-    arrived: dict[Message, float] = {}
-    awake = deque(range(len(programs)))
+class _Paper:
+    """All ranks in the course of a simulation."""
 
-    def flow(edge: Edge) -> None:
-        """Lets messages through as far as both ends have come, and wakes their receiver."""
-        while (hit := channels[edge].match(matched.get(edge, 0), costs.send)) is not None:
-            matched[edge] = matched.get(edge, 0) + 1
-            arrived[hit[0]] = hit[1]
-            awake.append(edge[1])
+    def __init__(self, programs: list[Program], costs: Costs, unfinished_sends: int | None) -> None:
+        self.programs, self.costs, self.limit = programs, costs, unfinished_sends
+        self.ranks = [_Rank() for _ in programs]
+        self.channels: dict[Edge, _Channel] = {}
+        self.arrived: dict[Result, float] = {}
+        self.waiting: dict[Result, list[int]] = {}
+        self.awake = deque(range(len(programs)))
 
-    while awake:
-        me = awake.popleft()
-        rank, program = ranks[me], programs[me]
-        while rank.at < len(program):
+    def advance(self, me: int) -> None:
+        """Runs the rank until it has to wait for a message."""
+        rank, program = self.ranks[me], self.programs[me]
+        while rank.at < len(program) and self._settle(me):
             op = program[rank.at]
-            if isinstance(op, Send | Recv):
-                edge = _edge(op, me)
-                channel = channels.setdefault(edge, _Channel())
-                if isinstance(op, Send):
-                    channel.sent.append(rank.clock)
-                else:
-                    channel.posted.append((rank.clock, _message(op)))
-                    rank.posted.add(_message(op))
-                    rank.peak_posted = max(rank.peak_posted, len(rank.posted))
-                flow(edge)
-            elif isinstance(op, Compute):
-                awaited = (RecvActivation if isinstance(op, Forward) else RecvGrad, op.micro, op.stage)
-                if awaited in rank.posted and awaited not in arrived:
-                    break
-                rank.posted.discard(awaited)
-                rank.run(op, max(rank.clock, arrived.get(awaited, 0.0)), costs.of(op))
+            kind = type(op)
+            if kind in ENDS:
+                self._start(op, me)
+            elif kind is not ReduceGrads:
+                awaited = (False, op.micro, op.stage - 1) if kind is Forward else (True, op.micro, op.stage + 1)
+                if awaited in rank.posted:
+                    if not self._is_here(awaited, me):
+                        return
+                    rank.posted.discard(awaited)
+                    rank.clock = max(rank.clock, self.arrived[awaited])
+                rank.run(op, rank.clock, self.costs.of(op))
             rank.at += 1
-    return _report(programs, ranks)
+
+    def _is_here(self, message: Result, me: int) -> bool:
+        """Whether the message has arrived; if not, the rank is woken when it does."""
+        if message not in self.arrived:
+            self.waiting.setdefault(message, []).append(me)
+            return False
+        return True
+
+    def _settle(self, me: int) -> bool:
+        """Waits for the oldest sends until no more than the limit are under way; False: one has not arrived yet."""
+        rank = self.ranks[me]
+        while self.limit is not None and len(rank.sends) > self.limit:
+            if not self._is_here(rank.sends[0], me):
+                return False
+            rank.clock = max(rank.clock, self.arrived[rank.sends.popleft()])
+        return True
+
+    def _start(self, op: Send | Recv, me: int) -> None:
+        rank, edge, message = self.ranks[me], _edge(op, me), _carried(op)
+        channel = self.channels.get(edge)
+        if channel is None:
+            channel = self.channels[edge] = _Channel()
+        if type(op) in RECVS:
+            channel.posted.append((rank.clock, message))
+            rank.posted.add(message)
+            rank.peak_posted = max(rank.peak_posted, len(rank.posted))
+        else:
+            channel.sent.append(rank.clock)
+            if self.limit is not None:
+                rank.sends.append(message)
+        while (hit := channel.match(self.costs.send)) is not None:
+            self.arrived[hit[0]] = hit[1]
+            self.awake.extend(self.waiting.pop(hit[0], ()))
 
 
-def _report(programs: list[Program], ranks: list[_Rank]) -> Report:
-    stuck = [f"rank {i} at {p[r.at]}" for i, (p, r) in enumerate(zip(programs, ranks, strict=True)) if r.at < len(p)]
-    if stuck:
-        raise ValueError(f"the programs hang: {'; '.join(stuck)}")
+def simulate(programs: list[Program], costs: Costs = Costs(), *, unfinished_sends: int | None = None) -> Report:
+    """Runs the programs with the given costs. Raises ValueError where they cannot proceed.
+
+    With `unfinished_sends` a rank that has more of them under way waits for the oldest; None: it never waits.
+    """
+    paper = _Paper(programs, costs, unfinished_sends)
+    while paper.awake:
+        paper.advance(paper.awake.popleft())
+    ranks = paper.ranks
+    _check_finished(programs, [rank.at for rank in ranks])
+    trains = any(isinstance(op, ReduceGrads) for program in programs for op in program)
     return Report(
         makespan=max(rank.clock for rank in ranks),
         busy=tuple(sum(step.end - step.start for step in rank.steps) for rank in ranks),
-        peak_live=tuple(rank.peak_live for rank in ranks),
+        peak_live=tuple(rank.peak_live if trains else 0 for rank in ranks),
+        peak_held=tuple(rank.peak_held if trains else 0 for rank in ranks),
         peak_posted=tuple(rank.peak_posted for rank in ranks),
         timeline=tuple(tuple(rank.steps) for rank in ranks),
     )

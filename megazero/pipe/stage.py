@@ -1,21 +1,24 @@
 """A model is a list of layers; a pipeline stage is a slice of that list.
 
-LayerSpec says how to build a layer and what it costs; `split_layers` cuts the list into stages; Stage runs its
+LayerSpec says how to build a layer and what it costs; `cut_layers` cuts the list into stages; Stage runs its
 slice, recomputing those layers in the backward that it is told to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..data.batch import MicroBatch
-from ..parallel.groups import Mesh
-from ..parallel.params import join_tied
+from ..parallel.groups import Mesh, mesh_on_paper
+from ..parallel.params import collect, join_tied
 from ..parallel.random import recompute
+from ..parallel.topology import Topology
+from ..parallel.weights import WeightQueue
+from .split import Split
 
 
 @dataclass(frozen=True)
@@ -42,26 +45,45 @@ class Recompute:
     count: int = 1
 
 
-def split_layers(layers: Sequence[LayerSpec], stages: int) -> list[range]:
-    """Cut the list into `stages` slices with equal numbers of costly layers; earlier stages take the remainder.
+@dataclass(frozen=True)
+class Cut:
+    """Where the layers are: the slice of the list that each stage has, and the pipeline rank that holds the stage."""
 
-    Layers without cost go with the costly layer before them, or at the front with the first. Raises ValueError
-    where a stage would get no costly layer.
+    slices: tuple[range, ...]
+    homes: tuple[int, ...]
+
+    def held_by(self, rank: int) -> list[int]:
+        """The stages of a pipeline rank."""
+        return [stage for stage, home in enumerate(self.homes) if home == rank]
+
+
+def cut_layers(
+    layers: Sequence[LayerSpec], homes: Sequence[int], split: Split = Split(), seconds: Sequence[float] | None = None
+) -> Cut:
+    """Cut the list into one slice per stage. `seconds` of each layer are needed where the split is by measured cost.
+
+    Raises ValueError where a stage would get no layer.
     """
-    costly = [i for i, layer in enumerate(layers) if layer.cost > 0]
-    if len(costly) < stages:
-        raise ValueError(f"{len(costly)} layers cannot fill {stages} pipeline stages (--pipeline-model-parallel-size)")
-    share, rest = divmod(len(costly), stages)
-    firsts = [costly[s * share + min(s, rest)] for s in range(stages)]
-    edges = [0, *firsts[1:], len(layers)]
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    weights = parameters_of(layers) if split.weighs == "parameters" else seconds
+    names, costs = [layer.name for layer in layers], [layer.cost for layer in layers]
+    return Cut(tuple(split.ranges(names, costs, homes, weights)), tuple(homes))
+
+
+def parameters_of(layers: Sequence[LayerSpec]) -> list[float]:
+    """How many parameters each layer has, without padding; found on the meta device."""
+    mesh = mesh_on_paper(Topology(), 0)
+    with torch.device("meta"):
+        return [float(sum(i.spec.numel for i in collect([(layer.name, layer.build(mesh))]))) for layer in layers]
 
 
 class Stage(nn.Module):
     """Consecutive layers of the model as one callable: (x or None, MicroBatch) -> Tensor."""
 
-    def __init__(self, layers: Sequence[tuple[LayerSpec, nn.Module]], how: Recompute) -> None:
+    def __init__(
+        self, layers: Sequence[tuple[LayerSpec, nn.Module]], how: Recompute, weights: WeightQueue
+    ) -> None:
         super().__init__()
+        self.weights = weights
         self.names = [spec.name for spec, _ in layers]
         self.layers = nn.ModuleList(module for _, module in layers)
         self.segments = _segments([spec.recomputable for spec, _ in layers], how)
@@ -97,13 +119,12 @@ def _segments(recomputable: list[bool], how: Recompute) -> list[tuple[range, boo
     return out
 
 
-def build_stages(layers: Sequence[LayerSpec], mesh: Mesh, how: Recompute) -> dict[int, Stage]:
-    """This rank's stages by number: slice s of the list lives on pipeline rank s modulo the pipeline size."""
-    size = mesh.topology.pipeline
-    slices = split_layers(layers, size)
-    stages = {
-        number: Stage([(layers[i], layers[i].build(mesh)) for i in part], how)
-        for number, part in enumerate(slices) if number % size == mesh.stage
-    }
+def build_stages(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, how: Recompute) -> dict[int, Stage]:
+    """This rank's stages by number. Where it holds both ends of a tied parameter, both hold the same object."""
+    stages = {}
+    for number in cut.held_by(mesh.stage):
+        own = replace(mesh, weights=WeightQueue())
+        part = [(layers[i], layers[i].build(own)) for i in cut.slices[number]]
+        stages[number] = Stage(part, how, own.weights)
     join_tied([named for stage in stages.values() for named in stage.named_layers()])
     return stages

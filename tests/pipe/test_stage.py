@@ -11,7 +11,8 @@ from megazero.parallel.groups import mesh_on_paper
 from megazero.parallel.params import collect
 from megazero.parallel.shard import is_recorded
 from megazero.parallel.topology import Topology
-from megazero.pipe.stage import LayerSpec, Recompute, Stage, build_stages, split_layers
+from megazero.parallel.weights import WeightQueue
+from megazero.pipe.stage import LayerSpec, Recompute, Stage, build_stages, cut_layers
 
 BATCH = MicroBatch(torch.zeros(2, 1, dtype=torch.int64))
 
@@ -43,7 +44,7 @@ def test_every_layer_stands_on_one_stage_in_order():
         for stages in range(1, blocks + 1):
             for ends in ((1, 2), (0, 0), (2, 0)):
                 layers = model(blocks, ends)
-                parts = split_layers(layers, stages)
+                parts = cut_layers(layers, range(stages)).slices
                 assert [i for part in parts for i in part] == list(range(len(layers)))
                 costly = [sum(layers[i].cost > 0 for i in part) for part in parts]
                 assert sum(costly) == blocks and costly == sorted(costly, reverse=True)
@@ -52,19 +53,23 @@ def test_every_layer_stands_on_one_stage_in_order():
 
 
 def test_layers_without_cost_stay_at_their_ends():
-    parts = split_layers(model(5), 3)
-    assert parts == [range(3), range(3, 5), range(5, 8)]
-    assert split_layers(model(3), 1) == [range(6)]
+    parts = cut_layers(model(5), range(3)).slices
+    assert parts == (range(3), range(3, 5), range(5, 8))
+    assert cut_layers(model(3), [0]).slices == (range(6),)
 
 
 def test_too_few_layers_are_refused():
     with pytest.raises(ValueError, match="3 layers cannot fill 4 pipeline stages .--pipeline-model-parallel-size."):
-        split_layers(model(3), 4)
+        cut_layers(model(3), range(4))
 
 
 def gpt(layers):
     config = ModelConfig(num_layers=layers, hidden_size=16, num_attention_heads=4, seq_length=8)
     return gpt_layers(GPTSetup(config, vocab=97))
+
+
+def stages_of(layers, mesh):
+    return build_stages(layers, mesh, cut_layers(layers, range(mesh.pipeline.size)), Recompute())
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -78,7 +83,7 @@ def test_the_number_of_parameters_does_not_depend_on_the_layout(tensor):
         topology = Topology(pipeline=pipeline, tensor=tensor)
         total = 0.0
         for rank in range(topology.world):
-            stages = build_stages(gpt(5), mesh_on_paper(topology, rank), Recompute())
+            stages = stages_of(gpt(5), mesh_on_paper(topology, rank))
             assert list(stages) == [topology.coord(rank).pipeline]
             for info in collect([named for stage in stages.values() for named in stage.named_layers()]):
                 if is_recorded(info.spec, topology, rank):
@@ -91,7 +96,7 @@ def test_the_number_of_parameters_does_not_depend_on_the_layout(tensor):
 def test_stages_hold_their_layers_under_global_names():
     names = []
     for rank in range(4):
-        (stage,) = build_stages(gpt(5), mesh_on_paper(Topology(pipeline=4), rank), Recompute()).values()
+        (stage,) = stages_of(gpt(5), mesh_on_paper(Topology(pipeline=4), rank)).values()
         names += [[name for name, _ in stage.named_layers()]]
     assert names == [
         ["embedding", "layers.0", "layers.1"], ["layers.2"], ["layers.3"], ["layers.4", "final_norm", "head"]
@@ -99,7 +104,7 @@ def test_stages_hold_their_layers_under_global_names():
 
 
 def test_one_stage_ties_head_and_embedding_into_one_object():
-    (stage,) = build_stages(gpt(2), mesh_on_paper(Topology(), 0), Recompute()).values()
+    (stage,) = stages_of(gpt(2), mesh_on_paper(Topology(), 0)).values()
     layers = dict(stage.named_layers())
     assert layers["head"].weight is layers["embedding"].word.weight
 
@@ -122,10 +127,10 @@ def test_one_stage_ties_head_and_embedding_into_one_object():
 def test_recomputation_cuts_a_stage_as_asked(how, expected):
     """uniform: pieces of `count` layers, all recomputed; block: the first `count` layers, one by one."""
     layers = [(spec, spec.build(None)) for spec in model(5)]
-    stage = Stage(layers, how)
+    stage = Stage(layers, how, WeightQueue())
     assert stage.segments == expected
 
-    plain = Stage(layers, Recompute())
+    plain = Stage(layers, Recompute(), WeightQueue())
     x = torch.randn(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
     (wanted,) = torch.autograd.grad(plain(x, BATCH).sum(), x)
     for module in stage.layers:
@@ -139,5 +144,5 @@ def test_recomputation_cuts_a_stage_as_asked(how, expected):
 def test_evaluation_recomputes_nothing():
     layers = [(spec, spec.build(None)) for spec in model(5)]
     with torch.no_grad():
-        Stage(layers, Recompute("uniform", 1))(torch.ones(2), BATCH)
+        Stage(layers, Recompute("uniform", 1), WeightQueue())(torch.ones(2), BATCH)
     assert [module.runs for _, module in layers] == [1] * 8

@@ -1,0 +1,157 @@
+"""Machine: this rank's part of what computes, assembled from a list of layers and a mesh.
+
+It is made alike for GPT and for a model of one's own: stages, parameters with their initial values, optimizer,
+programs and the engine that runs them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .config import OptimizerConfig
+from .data.batch import MicroBatch
+from .parallel.collectives import all_reduce, broadcast, gather_objects
+from .parallel.groups import Mesh
+from .parallel.params import collect, initialize
+from .parallel.zero import ZeroAdamW
+from .pipe.engine import PipeEngine
+from .pipe.lower import Program, add_communication
+from .pipe.p2p import Wires, edges_of
+from .pipe.schedule import SCHEDULES, Schedule
+from .pipe.split import Split
+from .pipe.stage import Cut, LayerSpec, Recompute, Stage, build_stages, cut_layers
+from .precision import Dtypes
+
+MEASURED_RUNS = 3        # forwards and backwards of each layer when a split is by measured cost; the fastest counts
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How the depth is cut and run: the schedule's name, stages per rank, and the rule by which layers are cut."""
+
+    schedule: str = "1f1b"
+    chunks: int = 1
+    split: Split = Split()
+
+    @property
+    def order(self) -> Schedule:
+        return SCHEDULES[self.schedule]
+
+    def homes(self, ranks: int) -> list[int]:
+        """The pipeline rank of each stage."""
+        return self.order.homes(ranks, self.chunks)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a machine is to do. wire_shape: of hidden states between stages, as [seq / tensor, micro-batch, hidden]."""
+
+    wire_shape: tuple[int, ...]
+    dtypes: Dtypes
+    optimizer: OptimizerConfig
+    pipelining: Pipelining = Pipelining()
+    recompute: Recompute = Recompute()
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Engine, optimizer and programs of one rank.
+
+    train_program, evaluate_program   of a number of micro-batches, each made once
+    last                              the place along the pipeline where the loss is known
+    """
+
+    mesh: Mesh
+    engine: PipeEngine
+    optimizer: ZeroAdamW
+    train_program: Callable[[int], Program]
+    evaluate_program: Callable[[int], Program]
+    wire_shape: tuple[int, ...]
+    last: int
+
+    def loss(self, batches: Sequence[MicroBatch], program: Program) -> Tensor:
+        """Run `program`, with its backwards if it has any; the summed loss of all data ranks, fp64 scalar on all."""
+        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        for loss in self.engine.run(program, batches, self.wire_shape):
+            total += loss
+        return broadcast(all_reduce(total, self.mesh.data), self.mesh.pipeline, self.last)
+
+
+def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: MicroBatch | None = None) -> Machine:
+    """Build this rank's stages of `layers` and all that trains them. All ranks call it together.
+
+    `example` is a micro-batch to time the layers with where the split is by measured cost.
+    """
+    ranks, how = mesh.pipeline.size, setup.pipelining
+    homes = how.homes(ranks)
+    seconds = None
+    if how.split.weighs == "seconds":
+        assert example is not None, "a split by measured cost needs an example"
+        seconds = measured_seconds(layers, mesh, setup, example)
+    cut = cut_layers(layers, homes, how.split, seconds)
+    stages = _initialized(layers, mesh, cut, setup)
+    adam = setup.optimizer
+    infos = collect([named for stage in stages.values() for named in stage.named_layers()])
+    optimizer = ZeroAdamW(
+        infos, mesh, dtype=setup.dtypes.compute, betas=(adam.adam_beta1, adam.adam_beta2), eps=adam.adam_eps,
+        clip=adam.clip_grad,
+    )
+
+    @cache
+    def train(micro_batches: int) -> list[Program]:
+        return add_communication(how.order(ranks, micro_batches, how.chunks), len(homes))
+
+    @cache
+    def evaluate(micro_batches: int) -> list[Program]:
+        return add_communication(how.order.forward_only(ranks, micro_batches, how.chunks), len(homes))
+
+    engine = PipeEngine(
+        stages, len(homes) - 1, Wires(mesh.pipeline, edges_of(train(1))),       # whatever the number of micro-batches
+        dtype=setup.dtypes.compute, device=mesh.device, queues={n: stage.weights for n, stage in stages.items()},
+    )
+    return Machine(
+        mesh, engine, optimizer, lambda count: train(count)[mesh.stage], lambda count: evaluate(count)[mesh.stage],
+        setup.wire_shape, homes[-1],
+    )
+
+
+def _initialized(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, setup: Setup) -> dict[int, Stage]:
+    """This rank's stages with their initial values, in the master dtype."""
+    with mesh.device:
+        stages = build_stages(layers, mesh, cut, setup.recompute)
+    infos = collect([named for stage in stages.values() for named in stage.named_layers()])
+    initialize(infos, mesh.topology, mesh.rank, seed=setup.seed)
+    return stages
+
+
+def measured_seconds(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: MicroBatch) -> list[float]:
+    """Seconds of each layer's forward and backward, the same list on all ranks.
+
+    Each pipeline rank times the layers that an even cut would give it; of the ranks that time a layer the slowest
+    counts. Layers without cost (see LayerSpec) are timed too.
+    """
+    cut = cut_layers(layers, list(range(mesh.pipeline.size)))
+    stages = _initialized(layers, mesh, cut, replace(setup, recompute=Recompute()))
+    found: dict[str, float] = {}
+    for stage in stages.values():
+        for name, layer in stage.named_layers():
+            x = torch.randn(setup.wire_shape, dtype=setup.dtypes.master, device=mesh.device)
+            found[name] = min(_seconds(layer.to(setup.dtypes.master), x, example) for _ in range(MEASURED_RUNS))
+    told = gather_objects(found, mesh.world)
+    return [max(seconds.get(layer.name, 0.0) for seconds in told) for layer in layers]
+
+
+def _seconds(layer: Callable[[Tensor, MicroBatch], Tensor], x: Tensor, example: MicroBatch) -> float:
+    start = time.perf_counter()
+    out = layer(x.requires_grad_(), example)
+    out.backward(torch.ones_like(out))
+    if x.is_cuda:
+        torch.cuda.synchronize(x.device)
+    return time.perf_counter() - start

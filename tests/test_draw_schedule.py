@@ -1,0 +1,135 @@
+"""Pictures of schedules and of real runs: text in the notation of the orders, SVG, PNG."""
+
+import json
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from PIL import Image
+
+from megazero.pipe.instructions import render
+from megazero.pipe.lower import add_communication
+from megazero.pipe.schedule import SCHEDULES
+from megazero.pipe.simulate import Costs, simulate
+from scripts.draw_schedule import main
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def drawn(tmp_path, name, *flags):
+    file = tmp_path / name
+    assert main([*flags, "--out", str(file)]) == 0
+    return file
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_text_is_one_line_per_rank_in_the_notation_of_orders(name, tmp_path):
+    chunks = {"interleaved": 3, "zb-v": 2}.get(name, 1)
+    flags = ("--schedule", name, "--ranks", "3", "--micro-batches", "4", "--chunks", str(chunks))
+    lines = drawn(tmp_path, "a.txt", *flags).read_text().splitlines()
+    assert lines == [f"{r}: {render(order)}" for r, order in enumerate(SCHEDULES[name](3, 4, chunks))]
+    lines = drawn(tmp_path, "b.txt", *flags, "--evaluate").read_text().splitlines()
+    assert lines == [f"{r}: {render(order)}" for r, order in enumerate(SCHEDULES[name].forward_only(3, 4, chunks))]
+
+
+def bars(file):
+    """(x, width, fill) of the bars of an SVG, and its texts."""
+    root = ElementTree.parse(file).getroot()
+    rects = [(float(r.get("x")), float(r.get("width")), r.get("fill")) for r in root.iter(f"{SVG}rect") if r.get("x")]
+    legend = [r for r in rects if r[1] == 14]
+    return [r for r in rects if r[2] in {fill for _, _, fill in legend} and r not in legend], [
+        t.text for t in root.iter(f"{SVG}text")
+    ]
+
+
+def test_svg_shows_each_step_with_its_colour_and_micro_batch(tmp_path):
+    file = drawn(tmp_path, "a.svg", "--schedule", "zb-h1", "--ranks", "4", "--micro-batches", "8", "--times", "1,1,2,0")
+    steps, texts = bars(file)
+    assert len(steps) == 4 * 8 * 3 and len({fill for _, _, fill in steps}) == 3
+    widths = sorted(width for _, width, _ in steps)
+    assert widths[-1] / widths[0] == pytest.approx(2, rel=0.1)
+    assert [texts.count(str(micro)) >= 12 for micro in range(8)] == [True] * 8
+    assert "zb-h1: 4 ranks, 8 micro-batches" in texts and "rank 3" in texts
+    assert "F forward" in texts and "B input gradient" in texts and "W weight gradient" in texts
+    assert any(text.startswith("makespan") and "bubble" in text for text in texts)
+
+
+def test_the_stages_of_a_rank_have_their_own_shades(tmp_path):
+    flags = ("--schedule", "interleaved", "--ranks", "2", "--micro-batches", "4", "--chunks", "3")
+    steps, _ = bars(drawn(tmp_path, "a.svg", *flags))
+    assert len(steps) == 2 * 4 * 3 * 2 and len({fill for _, _, fill in steps}) == 6
+
+
+def test_png_is_the_same_picture(tmp_path):
+    flags = ("--schedule", "zb-v", "--ranks", "2", "--micro-batches", "3")
+    image = Image.open(drawn(tmp_path, "a.png", *flags))
+    root = ElementTree.parse(drawn(tmp_path, "a.svg", *flags)).getroot()
+    assert image.size == (int(root.get("width")), int(root.get("height")))
+    colours = {colour for _, colour in image.convert("RGB").getcolors(1 << 20)}
+    fills = {tuple(bytes.fromhex(fill[1:])) for _, _, fill in bars(tmp_path / "a.svg")[0]}
+    assert len(fills) == 6 and fills <= colours
+
+
+def trace_of(folder, name, ranks, micros, chunks=1):
+    """The files that a run as fast as its simulation would write."""
+    folder.mkdir()
+    report = simulate(add_communication(SCHEDULES[name](ranks, micros, chunks), ranks * chunks), Costs(2.0, 2.0, 1.0))
+    for rank, steps in enumerate(report.timeline):
+        events = [
+            {
+                "name": render([s.op]), "ph": "X", "pid": rank, "ts": 5e6 + 1e3 * s.start,
+                "dur": 1e3 * (s.end - s.start),
+                "args": {"kind": type(s.op).__name__, "micro": s.op.micro, "stage": s.op.stage, "iteration": i},
+            }
+            for i in (7, 8) for s in steps
+        ]
+        events.append({"name": "recvA0", "ph": "X", "ts": 0, "dur": 3, "args": {"kind": "RecvActivation"}})
+        events.append({"name": "process_name", "ph": "M", "args": {"name": "rank"}})
+        (folder / f"trace_rank_{rank:04d}.json").write_text(json.dumps({"traceEvents": events}))
+    return report
+
+
+def test_a_trace_is_drawn_as_the_run_that_wrote_it(tmp_path, capsys):
+    """Its last iteration, from the first step on; messages and names of processes are left out."""
+    folder = tmp_path / "trace"
+    report = trace_of(folder, "interleaved", 2, 4, 2)
+    lines = drawn(tmp_path, "a.txt", "--trace", str(folder)).read_text().splitlines()
+    assert lines == [f"{r}: {render(order)}" for r, order in enumerate(SCHEDULES["interleaved"](2, 4, 2))]
+    said = capsys.readouterr().out
+    assert "trace, iteration 8: 2 ranks" in said
+    assert f"makespan {report.makespan:.3g} ms, idle {report.bubble:.1%}" in said
+    steps, texts = bars(drawn(tmp_path, "a.svg", "--trace", str(folder), "--iteration", "7"))
+    assert len(steps) == 2 * 4 * 2 * 2 and "0 ms" in texts
+
+
+def refused(capsys, *flags):
+    with pytest.raises(SystemExit) as left:
+        main(flags)
+    assert left.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys):
+    out = ("--out", str(tmp_path / "a.svg"))
+    schedule = ("--schedule", "1f1b")
+    assert "--out a.pdf: the name must end in .svg, .png, .txt" in refused(capsys, *schedule, "--out", "a.pdf")
+    assert "--times 1,2: must be four numbers" in refused(capsys, *schedule, "--times", "1,2", *out)
+    assert "must be at least 1" in refused(capsys, *schedule, "--ranks", "0", *out)
+    assert "1f1b runs 1 stage on each pipeline rank, not 2" in refused(capsys, *schedule, "--chunks", "2", *out)
+    assert "one of the arguments --schedule --trace is required" in refused(capsys, *out)
+    folder = tmp_path / "trace"
+    folder.mkdir()
+    assert "there is no .json file" in refused(capsys, "--trace", str(folder), *out)
+    (folder / "trace_rank_0000.json").write_text('[{"args": {"kind": "Forward"}}]')
+    assert "trace_rank_0000.json: not a trace of a pipeline" in refused(capsys, "--trace", str(folder), *out)
+    (folder / "trace_rank_0000.json").write_text("[]")
+    assert "no forward or backward is in it" in refused(capsys, "--trace", str(folder), *out)
+    trace_of(tmp_path / "good", "1f1b", 2, 2)
+    message = refused(capsys, "--trace", str(tmp_path / "good"), "--iteration", "9", *out)
+    assert "--iteration 9: the trace holds [7, 8]" in message
+
+
+def test_png_without_its_library_names_it(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    message = refused(capsys, "--schedule", "1f1b", "--out", str(tmp_path / "a.png"))
+    assert "a .png needs Pillow (pip install pillow)" in message
