@@ -10,8 +10,8 @@ prepare_environment
 SECONDS=0
 export OMP_NUM_THREADS=1
 
-STOP_AT=80     # steps in the first layout
-STEPS=160      # steps in all
+STOP_AT=120    # steps in the first layout
+STEPS=240     # steps in all
 
 DATA=runs/quickstart/data
 mkdir -p "$DATA"
@@ -46,7 +46,7 @@ TRAINING=(
     --data-path "$DATA/corpus_text_document" --split 90,5,5
     --micro-batch-size 4 --global-batch-size 16 --train-iters "$STEPS"
     --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-warmup-iters 10 --weight-decay 0.1 --clip-grad 1.0
-    --eval-interval 40 --eval-iters 2 --log-interval 10
+    --eval-interval 60 --eval-iters 2 --log-interval 20
     --save "$RUN/checkpoints" --save-interval "$STOP_AT"
     --tensorboard-dir "$RUN/tensorboard" --metrics-jsonl "$RUN/metrics.jsonl"
 )
