@@ -174,11 +174,36 @@ class _LayerNorm(torch.autograd.Function):
         return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype), None
 
 
+class _WideLayerNorm(torch.autograd.Function):
+    """torch's op for 16-bit numbers on a CPU, where its own backward would sum dw and db over rows in 16 bits: the sum
+    of a few hundred equal numbers no longer grows there. Here they are summed, and handed on, in fp32."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, (x.shape[-1],), weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        hidden = (x.shape[-1],)
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(
+            dy, x, hidden, mean, rstd, weight, bias, [True, False, False]
+        )
+        wide, xhat = dy.float(), (x.float() - mean.float()).mul_(rstd.float())
+        over_rows = tuple(range(x.dim() - 1))
+        return dx, (wide * xhat).sum(over_rows), wide.sum(over_rows), None
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, impl: str = "auto") -> Tensor:
     """x [..., hidden], weight and bias [hidden] -> [..., hidden] in x's dtype.
 
-    `impl` as in dispatch.py; the torch path is torch's own fused op.
+    `impl` as in dispatch.py; the torch path is torch's own fused op, with weight gradients summed in fp32.
     """
     if use_triton(x, impl):
         return _LayerNorm.apply(x, weight, bias, eps)
+    if x.itemsize == 2 and not x.is_cuda:
+        return _WideLayerNorm.apply(x, weight, bias, eps)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)

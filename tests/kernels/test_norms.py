@@ -106,3 +106,24 @@ def test_a_row_of_nan_stays_alone(name):
     x[1] = float("nan")
     y = NORMS[name][0](x, *[torch.ones(8)] * NORMS[name][2], 1e-5, "triton")
     assert y[1].isnan().all() and not y[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("op", ["layer_norm", "rms_norm"])
+def test_weight_gradients_of_16_bit_numbers_are_summed_in_fp32(op: str) -> None:
+    """C085: 8192 rows whose gradients lean one way. A bf16 sum would stop growing: half and more of it is lost."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8192, 64, generator=generator).bfloat16()
+    dy = (torch.randn(8192, 64, generator=generator) + 1.0).bfloat16()
+    names = ("weight", "bias") if op == "layer_norm" else ("weight",)
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        parameters = []
+        for name in names:
+            parameter = torch.nn.Parameter(torch.full((64,), float(name == "weight"), dtype=dtype))
+            parameter.grad_dtype = torch.promote_types(dtype, torch.float32)
+            parameters.append(parameter)
+        y = {"layer_norm": layer_norm, "rms_norm": rms_norm}[op](x.to(dtype), *parameters, 1e-5, impl="torch")
+        y.backward(dy.to(dtype))
+        found[dtype] = [parameter.grad.double() for parameter in parameters]
+    for got, want in zip(found[torch.bfloat16], found[torch.float64], strict=True):
+        assert ((got - want).norm() / want.norm()).item() < 5e-3
