@@ -1,105 +1,150 @@
-"""Learning rate and weight decay as pure functions of the samples consumed so far.
+"""Learning rate, weight decay and momentum of each step as pure functions of what was done before it.
 
-The rules are Megatron's (OptimizerParamScheduler): lengths count samples, iteration flags are multiplied by the global
-batch, and step k updates with the values at k - 1 finished steps. Nothing is stored, so nothing has to be restored.
+Step k updates with the values at k - 1 finished updates. The rules are Megatron's, whose lengths count samples (those
+in iterations are multiplied by the global batch) or tokens, or those of one of DeepSpeed's schedules.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from .config import BatchConfig, ScheduleConfig
+from .batch_sizes import BatchSizes, constant
+from .config import BatchConfig, DeepSpeedScheduleConfig, ScheduleConfig
+from .config_schedule import Length, check_tail, check_warmup, needs_lr
+from .lr_curves import Curve, Done, LRRangeTest, MegatronCurve, OneCycle, WarmupCosineLR, WarmupLR, WeightDecay
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Rates:
+    """What one step updates with. `momentum` (Adam's beta1) is None where the schedule leaves it to the optimizer."""
+
+    learning_rate: float
+    weight_decay: float
+    momentum: float | None = None
+
+
+@dataclass(frozen=True)
 class Schedule:
-    """The two curves of a run; every length is in samples."""
+    """The curves of a run."""
 
-    max_lr: float
-    min_lr: float
-    init_lr: float
-    warmup: float
-    decay: int
-    style: str
-    tail: int
-    tail_style: str
-    start_weight_decay: float
-    end_weight_decay: float
-    weight_decay_length: int
-    weight_decay_style: str
+    curve: Curve
+    decay: WeightDecay
 
-    def at(self, consumed_samples: int) -> tuple[float, float]:
-        """(learning rate, weight decay) of the step that follows `consumed_samples` samples."""
-        return self.learning_rate(consumed_samples), self.weight_decay(consumed_samples)
+    def at(self, done: Done) -> Rates:
+        """What the step that follows `done` updates with."""
+        momentum = self.curve.momentum(done) if isinstance(self.curve, OneCycle) else None
+        return Rates(self.curve.learning_rate(done), self.decay.at(done.samples), momentum)
 
-    def learning_rate(self, n: int) -> float:
-        """Warm-up from init to max, then a decay from max to min that ends at `decay` samples."""
-        if self.warmup > 0 and n <= self.warmup:
-            return self.init_lr + (self.max_lr - self.init_lr) * n / self.warmup
-        if self.style == "constant":
-            return self.max_lr
-        if n > self.decay:
-            return self.min_lr
-        if self.style == "inverse-square-root":
-            return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(n, 1)))
-        if self.style == "WSD":
-            start = self.decay - self.tail
-            share = 1.0 if n <= start else falling(self.tail_style, (n - start) / self.tail)
-        else:
-            share = falling(self.style, (n - self.warmup) / (self.decay - self.warmup))
-        return self.min_lr + share * (self.max_lr - self.min_lr)
-
-    def weight_decay(self, n: int) -> float:
-        """From start to end over the length of the run."""
-        if self.weight_decay_style == "constant" or n >= self.weight_decay_length:
-            return self.end_weight_decay
-        grown = 1 - falling(self.weight_decay_style, n / self.weight_decay_length)
-        return self.start_weight_decay + grown * (self.end_weight_decay - self.start_weight_decay)
+    def warnings(self, steps: int) -> list[str]:
+        """What in a run of so many steps will not go as the flags say, one line each."""
+        clamped = self.curve.clamped_from() if isinstance(self.curve, OneCycle) else None
+        if clamped is None or clamped >= steps:
+            return []
+        most = self.curve.momentum(Done(clamped))
+        return [f"the momentum of OneCycle would grow past {most:g} at step {clamped + 1}: it stays there from then on"]
 
 
-def falling(style: str, progress: float) -> float:
-    """A curve from 1 at progress 0 to 0 at progress 1."""
-    curves = {
-        "linear": 1 - progress,
-        "cosine": (1 + math.cos(math.pi * progress)) / 2,
-        "exponential": 2 * 0.5**progress - 1,
-        "minus_sqrt": 1 - math.sqrt(progress),
-    }
-    return curves[style]
+def make_schedule(
+    schedule: ScheduleConfig, batch: BatchConfig, sizes: BatchSizes | int, *, seq_length: int | None = None,
+    named: DeepSpeedScheduleConfig | None = None,
+) -> Schedule:
+    """The schedule of a run; `sizes` are the samples of its global batches, `seq_length` the tokens of a sample.
 
-
-def make_schedule(schedule: ScheduleConfig, batch: BatchConfig, global_batch: int) -> Schedule:
-    """The schedule of a run whose steps take `global_batch` samples. ValueError without --lr or a training length."""
-    if schedule.lr is None:
+    `named`: parameters of one of DeepSpeed's schedules, if its `lr_scheduler` names one. Raises ValueError without
+    --lr where it is needed, without a training length, and for a warm-up that does not end before the decay.
+    """
+    named = named or DeepSpeedScheduleConfig()
+    sizes = constant(sizes) if isinstance(sizes, int) else sizes
+    if schedule.lr is None and needs_lr(named.lr_scheduler, named.warmup_max_lr):
         raise ValueError("the learning rate is missing: give --lr")
-    if batch.train_samples is None:
-        length, unit, flags = batch.iterations(global_batch), global_batch, schedule.lengths("iters")
+    steps = batch.iterations(sizes, seq_length=seq_length)
+    if named.lr_scheduler is None:
+        curve: Curve = megatron_curve(schedule, batch, sizes.last, seq_length)
     else:
-        length, unit, flags = batch.train_samples, 1, schedule.lengths("samples")
-    decay, warmup, tail = flags.values()
-    decay = (decay or length) * unit
-    constant = schedule.weight_decay_incr_style == "constant"
-    return Schedule(
-        max_lr=schedule.lr,
-        min_lr=schedule.min_lr,
-        init_lr=schedule.lr_warmup_init,
-        warmup=(warmup or 0) * unit if schedule.lr_warmup_fraction is None else schedule.lr_warmup_fraction * decay,
-        decay=decay,
-        style=schedule.lr_decay_style,
-        tail=(tail or 0) * unit,
-        tail_style=schedule.lr_wsd_decay_style,
-        start_weight_decay=schedule.weight_decay if constant else schedule.start_weight_decay,
-        end_weight_decay=schedule.weight_decay if constant else schedule.end_weight_decay,
-        weight_decay_length=length * unit,
-        weight_decay_style=schedule.weight_decay_incr_style,
-    )
+        curve = deepspeed_curve(named, schedule.lr, steps)
+    style, decay = schedule.weight_decay_incr_style, schedule.weight_decay
+    ends = (decay, decay) if style == "constant" else (schedule.start_weight_decay, schedule.end_weight_decay)
+    length = batch.train_samples or batch.samples_of_tokens(seq_length)
+    if batch.train_iters is not None:
+        length = batch.train_iters * sizes.last
+    return Schedule(curve, WeightDecay(*ends, length, style))
 
 
-def print_lr_lines(schedule: Schedule, starts: Iterable[int]) -> Iterator[str]:
-    """One JSON object per step, which begins at so many consumed samples: what it updates with."""
-    for step, consumed_samples in enumerate(starts, 1):
-        learning_rate, weight_decay = schedule.at(consumed_samples)
-        yield json.dumps({"step": step, "learning_rate": learning_rate, "weight_decay": weight_decay})
+def megatron_curve(
+    schedule: ScheduleConfig, batch: BatchConfig, global_batch: int, seq_length: int | None
+) -> MegatronCurve:
+    """Megatron's curve with all lengths in samples; in tokens where the decay or the warm-up is given in tokens."""
+    decay, warmup, tail = schedule.decay(batch), schedule.warmup(batch), schedule.tail()
+    assert decay is not None, "the run has a length"
+    unit = "tokens" if "tokens" in {length.unit for length in (decay, warmup) if length is not None} else "samples"
+
+    def counted(length: Length | None) -> Length:
+        if length is None:
+            return Length("", 0, unit)
+        if length.unit == "tokens":
+            return length
+        samples = length.value * (global_batch if length.unit == "iters" else 1)
+        if unit == "samples":
+            return length._replace(value=samples)
+        assert seq_length is not None, "lengths in tokens are asked for, so the tokens of a sample must be given"
+        return length._replace(value=samples * seq_length)
+
+    long, warm, last = counted(decay), counted(warmup), counted(tail)
+    check_warmup(warm, long)
+    if schedule.lr_decay_style == "WSD":
+        check_tail(last, long, warm.value)
+    by_samples = warmup is not None and warmup.unit != "tokens" and unit == "tokens"
+    return MegatronCurve(
+        max_lr=schedule.lr, min_lr=schedule.min_lr, init_lr=schedule.lr_warmup_init, warmup=warm.value,
+        decay=long.value, style=schedule.lr_decay_style, tail=last.value, tail_style=schedule.lr_wsd_decay_style,
+        unit=unit, warmup_samples=warm.value / seq_length if by_samples else None,
+    )  # fmt: skip
+
+
+def deepspeed_curve(named: DeepSpeedScheduleConfig, lr: float | None, steps: int) -> Curve:
+    """The schedule that `named` names, in a run of so many steps."""
+    kind, total = named.lr_scheduler, named.total_num_steps or steps
+    warming = max(2, named.warmup_num_steps)
+    if kind == "LRRangeTest":
+        return LRRangeTest(
+            min_lr=named.lr_range_test_min_lr, size=named.lr_range_test_step_size,
+            rate=named.lr_range_test_step_rate, staircase=named.lr_range_test_staircase,
+        )  # fmt: skip
+    if kind == "OneCycle":
+        first, stairs = named.cycle_first_step_size, named.cycle_first_stair_count
+        down = named.cycle_second_stair_count
+        return OneCycle(
+            min_lr=named.cycle_min_lr, max_lr=named.cycle_max_lr,
+            first=first, second=named.cycle_second_step_size or first,
+            first_stairs=stairs, second_stairs=stairs if down is None else down,
+            min_momentum=named.cycle_min_mom if named.cycle_momentum else None, max_momentum=named.cycle_max_mom,
+            decay_size=named.decay_step_size, decay_rate=named.decay_lr_rate, momentum_rate=named.decay_mom_rate,
+        )  # fmt: skip
+    if kind == "WarmupCosineLR":
+        return WarmupCosineLR(
+            lr=lr, min_ratio=named.warmup_min_ratio, last_ratio=named.cos_min_ratio, steps=warming,
+            shape=named.warmup_type, total=total,
+        )  # fmt: skip
+    largest = lr if named.warmup_max_lr is None else named.warmup_max_lr
+    return WarmupLR(
+        min_lr=named.warmup_min_lr, max_lr=0.001 if largest is None else largest, steps=warming,
+        shape=named.warmup_type, total=total if kind == "WarmupDecayLR" else None,
+    )  # fmt: skip
+
+
+def decoupled(schedule: Schedule, config: ScheduleConfig) -> Schedule | None:
+    """The schedule of embedding and head where --decoupled-lr gives them their own rates: of the same shape."""
+    if config.decoupled_lr is None or not isinstance(schedule.curve, MegatronCurve):
+        return None
+    least = config.min_lr if config.decoupled_min_lr is None else config.decoupled_min_lr
+    return replace(schedule, curve=replace(schedule.curve, max_lr=config.decoupled_lr, min_lr=least))
+
+
+def print_lr_lines(schedule: Schedule, starts: Iterable[Done]) -> Iterator[str]:
+    """One JSON object per step, before which so much was done: what it updates with."""
+    for step, done in enumerate(starts, 1):
+        rates = schedule.at(done)
+        line = {"step": step, "learning_rate": rates.learning_rate, "weight_decay": rates.weight_decay}
+        yield json.dumps(line if rates.momentum is None else line | {"momentum": rates.momentum})

@@ -22,7 +22,9 @@ class Dtypes:
 
 
 def dtypes(precision: PrecisionConfig) -> Dtypes:
-    """The types of a run: fp32 throughout, bf16 over fp32 masters, or fp64 throughout."""
+    """The types of a run: fp32 throughout, bf16 or fp16 over fp32 masters, or fp64 throughout."""
     if precision.fp64:
         return Dtypes(torch.float64, torch.float64)
+    if precision.fp16:
+        return Dtypes(torch.float16, torch.float32)
     return Dtypes(torch.bfloat16 if precision.bf16 else torch.float32, torch.float32)

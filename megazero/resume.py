@@ -1,7 +1,7 @@
 """What a resumed run may change: the command line against the configuration saved in a checkpoint.
 
-The command line counts everywhere but for the schedule, which goes on as it was unless the user overrides it, and for
-whatever makes the model another one, which is refused before any rank waits for another.
+The command line counts. But whatever makes the model another one is refused, and so is another schedule unless the user
+says which of the two is meant: before any rank waits for another.
 """
 
 from __future__ import annotations
@@ -24,6 +24,13 @@ MODEL_FIELDS = frozenset(
         "num_query_groups",
         "vocab_size",
         "normalization",
+        "norm_epsilon",
+        "rotary_base",
+        "use_rope_scaling",
+        "rope_scaling_factor",
+        "rope_low_freq_factor",
+        "rope_high_freq_factor",
+        "rope_original_max_positions",
         "position_embedding_type",
         "rotary_percent",
         "rotary_interleaved",
@@ -34,6 +41,10 @@ MODEL_FIELDS = frozenset(
         "untie_embeddings_and_output_weights",
     }
 )
+
+
+SCHEDULE_SECTIONS = ("schedule", "deepspeed_schedule")
+HOW_TO_RESUME = ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ def differences(old: Config, new: Config) -> list[Difference]:
     for section, values in after.items():
         for name, value in values.items():
             was = before[section][name]
-            if value == was or (name == "vocab_size" and None in (was, value)):
+            if value == was or (name == "vocab_size" and None in (was, value)) or name in HOW_TO_RESUME:
                 continue
             model = name in MODEL_FIELDS and (learned or name != "max_position_embeddings")
             found.append(Difference(section, name, was, value, model))
@@ -90,11 +101,25 @@ def check_same_model(saved: Config, config: Config) -> None:
         raise ValueError(f"the checkpoint holds another model: {'; '.join(wrong)}")
 
 
-def with_saved_schedule(saved: Config, config: Config) -> Config:
-    """`config` with the checkpoint's schedule, unless --override-opt_param-scheduler. The length stays the new one."""
-    if config.schedule.override_opt_param_scheduler:
+def with_agreed_schedule(saved: Config, config: Config) -> Config:
+    """`config` with the schedule that a resumed run goes on with; the length of the run stays the new one.
+
+    The command line's with --override-opt_param-scheduler, the checkpoint's with --use-checkpoint-opt_param-scheduler.
+    With neither they must be equal: ValueError with all that is not, old and new.
+    """
+    asked = config.schedule
+    if asked.override_opt_param_scheduler:
         return config
-    try:
-        return replace(config, schedule=saved.schedule)
-    except ValueError as wrong:
-        raise ValueError(f"{wrong} (in the checkpoint's schedule: see --override-opt_param-scheduler)") from wrong
+    if asked.use_checkpoint_opt_param_scheduler:
+        how = {name: vars(asked)[name] for name in HOW_TO_RESUME}
+        try:
+            return replace(config, schedule=replace(saved.schedule, **how), deepspeed_schedule=saved.deepspeed_schedule)
+        except ValueError as wrong:
+            raise ValueError(f"{wrong} (in the checkpoint's schedule: see --override-opt_param-scheduler)") from wrong
+    wrong = [str(found) for found in differences(saved, config) if found.section in SCHEDULE_SECTIONS]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint has another schedule: {'; '.join(wrong)}: give --override-opt_param-scheduler for this "
+            "command line's, or --use-checkpoint-opt_param-scheduler for the checkpoint's"
+        )
+    return config
