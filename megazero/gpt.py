@@ -14,7 +14,7 @@ from .config import ModelConfig
 from .data.batch import MicroBatch
 from .mlp import MLP
 from .parallel.groups import Mesh
-from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear
+from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
 from .parallel.loss import vocab_parallel_cross_entropy
 from .parallel.params import Initial, declare
 from .parallel.random import dropout
@@ -32,6 +32,7 @@ class GPTSetup:
     dtype      of declared parameters before the optimizer takes them: fp32, or fp64 for proofs
     selective  whether the attention core is recomputed
     norm_impl  which implementation of the norms: auto, torch, triton
+    residual   dtype of the residual stream; None: that of the parameters
     apart      whether embedding and head live on different pipeline ranks, so that a tied table has two holders
     """
 
@@ -41,12 +42,13 @@ class GPTSetup:
     selective: bool = False
     norm_impl: str = "auto"
     apart: bool = True
+    residual: torch.dtype | None = None
 
     def table(self, tensor: int) -> ShardSpec:
         """The spec of a table with one row per token, padded so that every tensor rank holds equally many rows."""
         padded = self.model.padded_vocab(self.vocab, tensor)
         tied = self.model.tied and self.apart
-        return ShardSpec((self.vocab, self.model.hidden_size), ("tensor", None), tied=tied, padded=padded)
+        return ShardSpec((self.vocab, self.model.hidden_size), ("tensor", None), tied=tied, padded=padded, table=True)
 
 
 def gpt_layers(setup: GPTSetup) -> list[LayerSpec]:
@@ -71,14 +73,14 @@ class Embedding(nn.Module):
 
     def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
         super().__init__()
-        model, self.group = setup.model, mesh.tensor
-        self.dropout = model.hidden_dropout
+        model, self.group, self.queue = setup.model, mesh.tensor, mesh.weights
+        self.dropout, self.residual = model.hidden_dropout, setup.residual
         initial = Initial(model.init_method_std)
         self.word = VocabParallelEmbedding(
             setup.table(mesh.tensor.size), mesh,
             initial=initial, dtype=setup.dtype, known_as=WORD_TABLE,
         )
-        spec = ShardSpec((model.positions, model.hidden_size), (None, None), grad_sum=("tensor",))
+        spec = ShardSpec((model.positions, model.hidden_size), (None, None), grad_sum=("tensor",), table=True)
         learned = model.position_embedding_type == "learned_absolute"
         self.position = (
             declare(self, "position", spec, mesh.topology, initial=initial, dtype=setup.dtype) if learned else None
@@ -92,7 +94,8 @@ class Embedding(nn.Module):
             mine = x.shape[0]
             at = torch.arange(seq, device=x.device).unsqueeze(1) if batch.positions is None else batch.positions
             at = F.pad(at, (0, 0, 0, padding))[self.group.index * mine : (self.group.index + 1) * mine]
-            x = x + F.embedding(at, self.position)
+            x = x + lookup(at, self.position, self.queue)
+        x = x if self.residual is None else x.to(self.residual)
         return dropout(x, self.dropout, batch.draw, layer=-1, purpose="embedding", index=self.group.index)
 
 

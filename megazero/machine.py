@@ -18,8 +18,11 @@ from .config import OptimizerConfig
 from .data.batch import MicroBatch
 from .parallel.collectives import all_reduce, broadcast, gather_objects
 from .parallel.groups import Mesh
+from .parallel.lamb import Lamb
+from .parallel.muon import Muon
 from .parallel.params import collect, initialize
-from .parallel.zero import ZeroAdamW
+from .parallel.rules import SGD, Adam, Rule
+from .parallel.zero import Zero, ZeroOptimizer
 from .pipe.engine import PipeEngine
 from .pipe.lower import Program, add_communication
 from .pipe.p2p import Wires, edges_of
@@ -50,14 +53,20 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a machine is to do. wire_shape: of hidden states between stages, as [seq / tensor, micro-batch, hidden]."""
+    """What a machine is to do.
+
+    wire_shape  of hidden states between stages, as [seq / tensor, micro-batch, hidden]
+    wire_dtype  of them; None: that of the parameters
+    """
 
     wire_shape: tuple[int, ...]
-    dtypes: Dtypes
-    optimizer: OptimizerConfig
+    dtypes: Dtypes = Dtypes(torch.float32, torch.float32)
+    optimizer: OptimizerConfig = OptimizerConfig()
+    zero: Zero = Zero(clip=1.0)
     pipelining: Pipelining = Pipelining()
     recompute: Recompute = Recompute()
     seed: int = 1234
+    wire_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -70,16 +79,21 @@ class Machine:
 
     mesh: Mesh
     engine: PipeEngine
-    optimizer: ZeroAdamW
+    optimizer: ZeroOptimizer
     train_program: Callable[[int], Program]
     evaluate_program: Callable[[int], Program]
     wire_shape: tuple[int, ...]
     last: int
 
-    def loss(self, batches: Sequence[MicroBatch], program: Program) -> Tensor:
-        """Run `program`, with its backwards if it has any; the summed loss of all data ranks, fp64 scalar on all."""
+    def loss(
+        self, batches: Sequence[MicroBatch], program: Program, *, wire_shape: tuple[int, ...] | None = None
+    ) -> Tensor:
+        """Run `program`, with its backwards if it has any; the summed loss of all data ranks, fp64 scalar on all.
+
+        `wire_shape` is given where this step's hidden states are of another shape than the machine's.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for loss in self.engine.run(program, batches, self.wire_shape):
+        for loss in self.engine.run(program, batches, wire_shape or self.wire_shape):
             total += loss
         return broadcast(all_reduce(total, self.mesh.data), self.mesh.pipeline, self.last)
 
@@ -90,42 +104,61 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     `example` is a micro-batch to time the layers with where the split is by measured cost.
     """
     ranks, how = mesh.pipeline.size, setup.pipelining
-    homes = how.homes(ranks)
+    placed = how.homes(ranks)
     seconds = None
     if how.split.weighs == "seconds":
         assert example is not None, "a split by measured cost needs an example"
         seconds = measured_seconds(layers, mesh, setup, example)
-    cut = cut_layers(layers, homes, how.split, seconds)
+    cut = cut_layers(layers, placed, how.split, seconds)
     stages = _initialized(layers, mesh, cut, setup)
-    adam = setup.optimizer
+    homes: dict[str, tuple[int, ...]] = {}
+    for number, stage in stages.items():
+        for info in collect(stage.named_layers()):
+            homes[info.name] = (*homes.get(info.name, ()), number)
     infos = collect([named for stage in stages.values() for named in stage.named_layers()])
-    optimizer = ZeroAdamW(
-        infos, mesh, dtype=setup.dtypes.compute, betas=(adam.adam_beta1, adam.adam_beta2), eps=adam.adam_eps,
-        clip=adam.clip_grad,
+    optimizer = ZeroOptimizer(
+        infos, mesh, rule_of(setup.optimizer), dtype=setup.dtypes.compute, zero=setup.zero, homes=homes
     )
+    optimizer.attach(list(stages.values()), [stage.weights for stage in stages.values()])
 
     @cache
     def train(micro_batches: int) -> list[Program]:
-        return add_communication(how.order(ranks, micro_batches, how.chunks), len(homes))
+        return add_communication(how.order(ranks, micro_batches, how.chunks), len(placed))
 
     @cache
     def evaluate(micro_batches: int) -> list[Program]:
-        return add_communication(how.order.forward_only(ranks, micro_batches, how.chunks), len(homes))
+        return add_communication(how.order.forward_only(ranks, micro_batches, how.chunks), len(placed))
 
     engine = PipeEngine(
-        stages, len(homes) - 1, Wires(mesh.pipeline, edges_of(train(1))),       # whatever the number of micro-batches
-        dtype=setup.dtypes.compute, device=mesh.device, queues={n: stage.weights for n, stage in stages.items()},
+        stages, len(placed) - 1, Wires(mesh.pipeline, edges_of(train(1))),       # whatever the number of micro-batches
+        dtype=setup.wire_dtype or setup.dtypes.compute, device=mesh.device,
+        queues={number: stage.weights for number, stage in stages.items()}, reduction=optimizer.reducer,
     )
     return Machine(
         mesh, engine, optimizer, lambda count: train(count)[mesh.stage], lambda count: evaluate(count)[mesh.stage],
-        setup.wire_shape, homes[-1],
+        setup.wire_shape, placed[-1],
     )
+
+
+def rule_of(config: OptimizerConfig) -> Rule:
+    """The update rule that the flags name."""
+    betas = config.adam_beta1, config.adam_beta2
+    if config.optimizer == "sgd":
+        return SGD(config.sgd_momentum)
+    if config.optimizer == "lamb":
+        return Lamb(betas, config.adam_eps, (config.lamb_min_coeff, config.lamb_max_coeff))
+    adam = Adam(betas, config.adam_eps, config.decoupled_weight_decay)
+    if config.optimizer == "muon":
+        return Muon(config.muon_momentum, config.muon_num_ns_steps, config.muon_bf16, adam)
+    return adam
 
 
 def _initialized(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, setup: Setup) -> dict[int, Stage]:
     """This rank's stages with their initial values, in the master dtype."""
     with mesh.device:
         stages = build_stages(layers, mesh, cut, setup.recompute)
+    for stage in stages.values():
+        stage.to(setup.dtypes.master)
     infos = collect([named for stage in stages.values() for named in stage.named_layers()])
     initialize(infos, mesh.topology, mesh.rank, seed=setup.seed)
     return stages

@@ -9,28 +9,36 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from .checkpoint import Reader, commit, finish, folder_of, latest, new_save_id, write_rank
 from .checkpoint_index import INDEX, BucketLayout, Index, StageLayout, TensorEntry
-from .config import Config
-from .parallel.buckets import KINDS
-from .parallel.collectives import gather_objects, together
+from .parallel.collectives import AgreedError, gather_objects, together
 from .parallel.groups import Mesh
-from .parallel.zero import ZeroAdamW
+from .parallel.zero import ZeroOptimizer
 from .tensor_file import DTYPE_NAMES
 from .trainer import Progress
 
 
-def stage_layout(optimizer: ZeroAdamW) -> StageLayout:
+class Settings(Protocol):
+    """Whatever says how a run was set up: GPT's Config, or that of a model of one's own."""
+
+    def to_json(self) -> str:
+        """An object of JSON."""
+
+
+def stage_layout(optimizer: ZeroOptimizer) -> StageLayout:
     """How this rank's buckets are made, as the checkpoint's index tells it."""
     dtype = DTYPE_NAMES[optimizer.buckets[0].weight.dtype]
-    infos = [info for bucket in optimizer.buckets for info in bucket.infos]
-    tensors = {info.name: TensorEntry(info.spec, dict.fromkeys(KINDS, dtype)) for info in infos}
+    tensors = {
+        info.name: TensorEntry(info.spec, dict.fromkeys(bucket.slices, dtype))
+        for bucket in optimizer.buckets for info in bucket.infos
+    }
     buckets = tuple(BucketLayout(b.axis, tuple(i.name for i in b.infos), b.share) for b in optimizer.buckets)
     return StageLayout(tensors, buckets)
 
 
-def save(root: Path, optimizer: ZeroAdamW, mesh: Mesh, *, config: Config, progress: Progress) -> Path:
+def save(root: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, config: Settings, progress: Progress) -> Path:
     """Save all state under `root`; returns the checkpoint's folder, which is complete on return.
 
     Raises AgreedError where any of them cannot write; earlier checkpoints are untouched then.
@@ -38,16 +46,24 @@ def save(root: Path, optimizer: ZeroAdamW, mesh: Mesh, *, config: Config, progre
     folder = folder_of(root, progress.iteration)
     save_id = gather_objects(new_save_id() if mesh.rank == 0 else None, mesh.world)[0]
     stage = stage_layout(optimizer)
-    slices = {kind: [bucket.state(kind) for bucket in optimizer.buckets] for kind in KINDS}
-    parts = together(
-        mesh.world,
-        lambda: write_rank(folder, mesh.rank, slices, topology=mesh.topology, stage=stage, save_id=save_id),
-    )
+    kinds = dict.fromkeys(kind for bucket in optimizer.buckets for kind in bucket.slices)
+    nothing = optimizer.buckets[0].weight[:0]               # of a kind that a bucket does not have
+    slices = {kind: [bucket.slices.get(kind, nothing) for bucket in optimizer.buckets] for kind in kinds}
+    try:
+        parts = together(
+            mesh.world,
+            lambda: write_rank(folder, mesh.rank, slices, topology=mesh.topology, stage=stage, save_id=save_id),
+        )
+    except AgreedError:
+        for path in folder.glob(f"*/rank_{mesh.rank:06d}-{save_id}.*"):      # leave no half of a save behind
+            path.unlink(missing_ok=True)
+        raise
     stages = gather_objects(stage, mesh.pipeline)
 
     def publish() -> None:
         if mesh.rank == 0:
-            told = asdict(progress) | {"updates": optimizer.updates}
+            scale = None if optimizer.scale is None else optimizer.scale.to_dict()
+            told = asdict(progress) | {"updates": optimizer.updates, "loss_scale": scale}
             commit(folder, parts, Index(mesh.topology, tuple(stages), json.loads(config.to_json()), told))
             finish(root, progress.iteration)
 
@@ -65,7 +81,7 @@ def find(root: Path, step: int | None, *, speaks: bool) -> Path | None:
     return folder_of(root, step) if step is not None and (folder_of(root, step) / INDEX).is_file() else None
 
 
-def load(folder: Path, optimizer: ZeroAdamW, mesh: Mesh, *, moments: bool) -> Progress:
+def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool) -> Progress:
     """Fill the optimizer, whatever layout wrote the checkpoint; returns its progress.
 
     Without `moments` only the weights are taken. Raises AgreedError where any of them cannot read.
@@ -86,8 +102,10 @@ def load(folder: Path, optimizer: ZeroAdamW, mesh: Mesh, *, moments: bool) -> Pr
 
     told = together(mesh.world, fill)[0]
     optimizer.publish()
-    updates = told.pop("updates")
+    updates, scale = told.pop("updates"), told.pop("loss_scale", None)
     if moments:
         optimizer.updates = updates
+        if optimizer.zero.scaler is not None:
+            optimizer.scale = optimizer.zero.scaler.resume(scale)
     return Progress(**told)
 

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from megazero import checkpoint
 from megazero.checkpoint import Reader, commit, finish, folder_of, latest, new_save_id, write_rank
 from megazero.checkpoint_index import BucketLayout, Index, StageLayout, TensorEntry, check_cover, checksum_of
-from megazero.parallel.buckets import KINDS, make_buckets
+from megazero.parallel.buckets import ADAM_KINDS as KINDS
+from megazero.parallel.buckets import make_buckets
 from megazero.parallel.groups import mesh_on_paper
 from megazero.parallel.params import Initial, ParamInfo
 from megazero.parallel.shard import Box, ShardSpec, flat_to_boxes, is_cut_by_tensor

@@ -11,6 +11,13 @@ from tests.training import LLAMA, Outcome, distance, train
 LIMITS = {"loss": 1e-11, "norm": 1e-11, "weights": 1e-10, "moments": 1e-10}
 UNTIED = "--untie-embeddings-and-output-weights"
 FULL = "--recompute-granularity full --recompute-method"
+ZB_H1, ZB_V = "--pipeline-schedule zb-h1", "--pipeline-schedule zb-v"
+INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
+
+CHANGES_NOTHING = (
+    "--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--pipeline-schedule",
+    "--num-virtual-stages-per-pipeline-rank",
+)
 
 # (tensor, pipeline, data), flags. Global batch 8, micro-batch 2: accumulation 4, 2 or 1 at data 1, 2, 4.
 LAYOUTS = [
@@ -22,17 +29,17 @@ LAYOUTS = [
     ((1, 1, 2), ""),
     ((1, 1, 4), UNTIED),
     ((2, 2, 1), "--pipeline-schedule gpipe"),
-    ((2, 2, 2), ""),
-    ((2, 2, 2), f"{UNTIED} --recompute-granularity selective"),
+    ((2, 2, 2), ZB_V),
+    ((2, 2, 2), f"{UNTIED} --recompute-granularity selective {ZB_H1}"),
     ((1, 4, 2), f"{FULL} uniform --recompute-num-layers 1"),
     ((2, 3, 1), f"{FULL} block --recompute-num-layers 1"),
     ((4, 1, 2), f"{FULL} uniform --recompute-num-layers 3"),
     ((2, 1, 2), LLAMA),
     ((4, 2, 1), LLAMA),
-    ((1, 4, 1), f"{LLAMA} --qk-layernorm --rotary-percent 0.5 --rotary-interleaved"),
-    ((2, 2, 2), f"{LLAMA} --num-query-groups 2 --qk-layernorm --recompute-granularity selective"),
-    ((2, 2, 1), f"{LLAMA} --label-smoothing 0.1 --squared-relu --add-qkv-bias".replace("--swiglu ", "")),
-    ((2, 2, 1), "--num-layers 5 --position-embedding-type none --activation gelu --kv-channels 12"),
+    ((1, 4, 1), f"{LLAMA} --qk-layernorm --rotary-percent 0.5 --rotary-interleaved {ZB_H1}"),
+    ((2, 2, 2), f"{LLAMA} --num-query-groups 2 --qk-layernorm --recompute-granularity selective {INTERLEAVED}"),
+    ((2, 2, 1), f"{LLAMA} --label-smoothing 0.1 --squared-relu --add-qkv-bias {ZB_V}".replace("--swiglu ", "")),
+    ((2, 2, 1), f"--num-layers 5 --position-embedding-type none --activation gelu --kv-channels 12 {INTERLEAVED}"),
 ]
 
 
@@ -40,7 +47,7 @@ LAYOUTS = [
 def one_rank(flags: str) -> Outcome:
     """The same model on one rank: the flags without schedule and recomputation, which must change nothing."""
     words = flags.split()
-    for name in ("--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--pipeline-schedule"):
+    for name in CHANGES_NOTHING:
         if name in words:
             at = words.index(name)
             words = words[:at] + words[at + 2 :]

@@ -1,23 +1,24 @@
 """Buckets: parameters that are treated alike lie in one flat buffer, their gradients in another.
 
-The parameters and their gradients are views of the flat buffers, so autograd adds straight into what is
-reduced. A rank owns one slice of each bucket and keeps its master copy and moments there, in fp32 (or fp64).
+The parameters and their gradients are views of the flat buffers, so a backward adds straight into what is reduced.
+A rank owns one slice of each bucket and keeps its master copy and the optimizer's state there, in fp32 (or fp64).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .groups import Group, Mesh
 from .params import ParamInfo
-from .shard import is_cut_by_tensor, is_recorded
+from .shard import ShardSpec, is_cut_by_tensor, is_recorded
 
-KINDS = ("weight", "exp_avg", "exp_avg_sq")          # what an owner keeps of each element
-ALIGN = 16              # elements: a slice begins at a multiple of 64 bytes
+ADAM_KINDS = ("weight", "exp_avg", "exp_avg_sq")     # what an owner keeps of each element: the master copy and moments
+ALIGN = 16              # elements: a slice of fp32 begins at a multiple of 64 bytes
+BUCKET_SIZE = 40_000_000
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,31 @@ class Owned:
     """A flat range [start, stop) of a parameter's local shard that this rank owns; `data` is a view, 1-D."""
 
     info: ParamInfo
-    kind: str           # one of KINDS
+    kind: str
     start: int
     stop: int
     data: Tensor
+
+
+def adam_kinds(info: ParamInfo) -> tuple[str, ...]:
+    """What Adam's owner keeps, whatever the parameter."""
+    return ADAM_KINDS
+
+
+@dataclass(frozen=True)
+class Bucketing:
+    """How parameters are put into buckets.
+
+    kinds   of state that an owner keeps of each element of a parameter, the master copy "weight" first
+    size    elements after which a bucket is closed
+    stage   of ZeRO: 0 leaves everything on every data rank, 1 cuts the state, 2 also the gradients between backwards
+    homes   the pipeline stages of this rank that use a parameter, by its name
+    """
+
+    kinds: Callable[[ParamInfo], tuple[str, ...]] = adam_kinds
+    size: int = BUCKET_SIZE
+    stage: int = 1
+    homes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -37,16 +59,22 @@ class Bucket:
 
     infos: list[ParamInfo]
     starts: list[int]           # where each parameter begins in the flat buffers
-    axis: str                   # the data axis over which the bucket is cut
-    owners: Group
+    axis: str                   # the data axis over which gradients are summed
+    copies: Group               # the ranks along it
+    owners: Group               # those among which the bucket is cut: `copies`, or this rank alone at stage 0
     grad_sum: list[Group]       # where gradients are partial sums beside the data axis
-    recorded: bool              # whether this rank's elements count in the norm and are saved
+    cut: list[Group]            # among whose ranks each parameter is cut, beside the owners
+    homes: tuple[int, ...]      # pipeline stages of this rank that use it
+    recorded: bool              # whether this rank's slice counts in the norm and is saved
     decay: bool
     params: Tensor              # flat, model dtype
-    grads: Tensor               # flat, master dtype
-    weight: Tensor              # this rank's slice: the master copy
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    slices: dict[str, Tensor]   # this rank's slice of each kind; "weight" is a part of `params` where dtypes agree
+    grads: Tensor | None        # flat, master dtype; None while stage 2 holds no full gradient
+
+    @property
+    def weight(self) -> Tensor:
+        """The master copy of this rank's slice."""
+        return self.slices["weight"]
 
     @property
     def share(self) -> int:
@@ -58,45 +86,87 @@ class Bucket:
         return slice(self.owners.index * self.share, (self.owners.index + 1) * self.share)
 
     def state(self, kind: str) -> Tensor:
-        """This rank's slice of one of KINDS, [share]."""
-        return {"weight": self.weight, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}[kind]
+        """This rank's slice of one kind, [share]."""
+        return self.slices[kind]
+
+    def gradient(self, number: int) -> Tensor:
+        """The flat gradient of parameter `number`, in its shape; the buffer is made where there is none."""
+        if self.grads is None:
+            self.grads = torch.zeros(self.params.numel(), dtype=self.weight.dtype, device=self.params.device)
+        start, tensor = self.starts[number], self.infos[number].tensor
+        return self.grads[start : start + tensor.numel()].view(tensor.shape)
 
     def check_views(self) -> None:
         """Autograd must have added into the flat gradients: a replaced `.grad` would be lost without a word."""
+        assert self.grads is not None
         for info, start in zip(self.infos, self.starts, strict=True):
             grad = info.tensor.grad
             expected = self.grads.data_ptr() + start * self.grads.element_size()
             assert grad is not None and grad.data_ptr() == expected, f"{info.name}: its gradient left the flat buffer"
 
+    def span(self, number: int, owner: int | None = None) -> range:
+        """The flat elements of parameter `number` that an owner holds (None: this rank); it may be empty."""
+        low = (self.owners.index if owner is None else owner) * self.share - self.starts[number]
+        numel = self.infos[number].tensor.numel()
+        return range(min(max(low, 0), numel), max(min(low + self.share, numel), 0))
+
+    def part(self, number: int, flat: Tensor) -> Tensor:
+        """What stands in `flat`, of the size of this rank's slice, of parameter `number`: a view, 1-D."""
+        span = self.span(number)
+        at = self.starts[number] + span.start - self.slice.start
+        return flat[at : at + len(span)] if span else flat[:0]
+
     def owned(self) -> Iterator[Owned]:
-        """What this rank owns of each parameter, as writable views of weight, exp_avg and exp_avg_sq."""
-        mine = self.slice
-        for info, start in zip(self.infos, self.starts, strict=True):
-            low, high = max(start, mine.start), min(start + info.tensor.numel(), mine.stop)
-            if low < high:
-                for kind in KINDS:
-                    data = self.state(kind)[low - mine.start : high - mine.start]
-                    yield Owned(info, kind, low - start, high - start, data)
+        """What this rank owns of each parameter, as writable views of each kind."""
+        for number, info in enumerate(self.infos):
+            span = self.span(number)
+            for kind, data in self.slices.items() if span else ():
+                yield Owned(info, kind, span.start, span.stop, self.part(number, data))
 
 
-def make_buckets(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype) -> list[Bucket]:
+def make_buckets(
+    infos: Sequence[ParamInfo], mesh: Mesh, dtype: torch.dtype, how: Bucketing | None = None
+) -> list[Bucket]:
     """Move the parameters into buckets, in a fixed order that every owner composes alike.
 
-    `dtype` is that of the model; the parameters come in the master dtype and with their initial values, which
-    become the master copy before they are rounded. A tied parameter has a bucket of its own, the last.
+    `dtype` is that of the model; the parameters come in the master dtype and with their initial values, which become
+    the master copy before they are rounded. What a backward reaches first stands first; a parameter that several
+    holders share comes last.
     """
+    how = how or Bucketing()
     alike: dict[tuple, list[ParamInfo]] = {}
     for info in infos:
-        spec = info.spec
-        is_cut = is_cut_by_tensor(spec, mesh.topology)
-        key = (spec.data_axis == "tied_data", spec.data_axis, spec.grad_sum, is_cut, info.decay)
+        spec, homes = info.spec, how.homes.get(info.name, ())
+        is_cut = (is_cut_by_tensor(spec, mesh.topology), *_axes(spec))
+        is_shared = spec.data_axis == "tied_data" or len(homes) > 1
+        latest_first = tuple(-home for home in homes)
+        key = (is_shared, latest_first, spec.data_axis, spec.grad_sum, is_cut, info.decay, spec.table, how.kinds(info))
         alike.setdefault(key, []).append(info)
-    return [_make_bucket(alike[key], mesh, dtype) for key in sorted(alike)]
+    return [_make_bucket(part, mesh, dtype, how) for key in sorted(alike) for part in _cut(alike[key], how.size)]
 
 
-def _make_bucket(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype) -> Bucket:
+def _axes(spec: ShardSpec) -> list[str]:
+    """The axes that cut a parameter."""
+    return sorted({axis for axis in spec.cut if axis is not None})
+
+
+def _cut(infos: list[ParamInfo], size: int) -> list[list[ParamInfo]]:
+    """Parts of at least `size` elements, from the end of the model, where a backward begins."""
+    parts: list[list[ParamInfo]] = []
+    held = size
+    for info in reversed(infos):
+        if held >= size:
+            parts.append([])
+            held = 0
+        parts[-1].insert(0, info)
+        held += info.tensor.numel()
+    return parts
+
+
+def _make_bucket(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype, how: Bucketing) -> Bucket:
     spec, first = infos[0].spec, infos[0].tensor
-    owners = mesh.along(spec.data_axis)
+    copies = mesh.along(spec.data_axis)
+    owners = copies if how.stage else replace(copies, ranks=(mesh.rank,), index=0, handle=None)
     starts, end = [], 0
     for info in infos:
         starts.append(end)
@@ -107,15 +177,22 @@ def _make_bucket(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype) -> Buck
     for info, start in zip(infos, starts, strict=True):
         flat[start : start + info.tensor.numel()] = info.tensor.data.flatten()
     mine = slice(owners.index * (size // owners.size), (owners.index + 1) * (size // owners.size))
-    weight = flat[mine].clone()
-    params, grads = flat.to(dtype), torch.zeros_like(flat)
-    for info, start in zip(infos, starts, strict=True):
-        view, shape = slice(start, start + info.tensor.numel()), info.tensor.shape
-        info.tensor.data = params[view].view(shape)
-        info.tensor.grad_dtype = grads.dtype
-        info.tensor.grad = grads[view].view(shape)
-    return Bucket(
-        infos, starts, spec.data_axis, owners, [mesh.along(axis) for axis in spec.grad_sum],
-        is_recorded(spec, mesh.topology, mesh.rank), infos[0].decay,
-        params, grads, weight, torch.zeros_like(weight), torch.zeros_like(weight),
+    params = flat.to(dtype)
+    slices = {"weight": flat[mine] if params is flat else flat[mine].clone()}
+    slices |= {kind: torch.zeros_like(slices["weight"]) for kind in how.kinds(infos[0]) if kind != "weight"}
+    recorded = is_recorded(spec, mesh.topology, mesh.rank) and (how.stage > 0 or copies.index == 0)
+    bucket = Bucket(
+        infos, starts, spec.data_axis, copies, owners, [mesh.along(axis) for axis in spec.grad_sum],
+        [mesh.along(axis) for axis in _axes(spec)], how.homes.get(infos[0].name, ()), recorded, infos[0].decay,
+        params, slices, None,
     )
+    for number, info in enumerate(infos):
+        info.tensor.data = params[starts[number] : starts[number] + info.tensor.numel()].view(info.tensor.shape)
+        info.tensor.grad_dtype = flat.dtype
+        info.tensor.grad = bucket.gradient(number) if how.stage < 2 else None
+    return bucket
+
+
+def place_of(buckets: Sequence[Bucket]) -> dict[nn.Parameter, tuple[Bucket, int]]:
+    """Each parameter's bucket and its number in there."""
+    return {info.tensor: (bucket, number) for bucket in buckets for number, info in enumerate(bucket.infos)}

@@ -5,7 +5,7 @@ Plain functions first, then pairs for use inside a forward: each states what its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -68,13 +68,32 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
     return Pending(out, _ALL_GATHER(out, x, group=group.handle, async_op=True), x)
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
-    """`reduce_scatter` that runs on while the caller computes."""
+def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """`reduce_scatter` that runs on while the caller computes; into `out` where it is given, which may be this rank's
+    part of `x` itself."""
     if group.size == 1:
         return Pending(x)
     x = x.contiguous()
-    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    if out is None:
+        out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     return Pending(out, _REDUCE_SCATTER(out, x, group=group.handle, async_op=True), x)
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Pending:
+    """The sum of `x` over the group, in place, while the caller computes."""
+    if group.size == 1:
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, group=group.handle, async_op=True), x)
+
+
+def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Rows of `x` for each member in turn, `send` of them; the rows that each member has for this rank, `receive` of
+    them, one after the other."""
+    if group.size == 1:
+        return x
+    out = x.new_empty(sum(receive), *x.shape[1:])
+    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group.handle)
+    return out
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:

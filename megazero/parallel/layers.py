@@ -18,7 +18,7 @@ from .collectives import all_gather, reduce_scatter, scatter_sequence, start_all
 from .groups import Group, Mesh
 from .params import ONES, ZEROS, Initial, declare
 from .shard import ShardSpec
-from .weights import WeightQueue, add_product_, gradient_of
+from .weights import WeightQueue
 
 
 class _GatherLinear(torch.autograd.Function):
@@ -45,18 +45,18 @@ class _GatherLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (x,), weight, bias, group = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.group
-        gathering = None if ctx.queue.is_deferring else start_all_gather(x, group)
+        (x,), weight, bias, group, queue = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.group, ctx.queue
+        gathering = None if queue.is_deferring else start_all_gather(x, group)
         scattering = start_reduce_scatter(grad @ weight.flatten(0, -2), group)
         rows = grad.flatten(0, -2)                                 # [seq * batch, out / tensor]
 
         def add_weight_gradient() -> None:
             whole = (gathering or start_all_gather(x, group)).wait()
-            add_product_(weight, rows.T, whole.flatten(0, -2))
+            queue.add_product_(weight, rows.T, whole.flatten(0, -2))
             if bias is not None:
-                gradient_of(bias).view(-1).add_(rows.sum(0))
+                queue.add_(bias, rows.sum(0))
 
-        ctx.queue.put(add_weight_gradient)                         # at once, it runs while the scatter is under way
+        queue.put(add_weight_gradient)                         # at once, it runs while the scatter is under way
         return scattering.wait(), None, None, None, None
 
 
@@ -81,12 +81,12 @@ class _LinearScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (x,), weight = ctx.saved_tensors, ctx.weight
+        (x,), weight, queue = ctx.saved_tensors, ctx.weight, ctx.queue
         grad = all_gather(grad, ctx.group)
         if ctx.batch_first:
             x, grad = x.transpose(0, 1), grad.transpose(0, 1)
         rows = grad.flatten(0, -2)
-        ctx.queue.put(lambda: add_product_(weight, rows.T, x.flatten(0, -2)))
+        queue.put(lambda: queue.add_product_(weight, rows.T, x.flatten(0, -2)))
         grad_x = grad @ weight
         return grad_x.transpose(0, 1) if ctx.batch_first else grad_x, None, None, None
 
@@ -135,6 +135,27 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class _Lookup(torch.autograd.Function):
+    """Rows of a table: ids [...] -> [..., hidden]. The table's gradient is added by the stage's queue."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, table: nn.Parameter, queue: WeightQueue) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table, ctx.queue = table, queue
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        (ids,), table, queue = ctx.saved_tensors, ctx.table, ctx.queue
+        queue.put(lambda: queue.add_rows_(table, ids.flatten(), grad.flatten(0, -2)))
+        return None, None, None
+
+
+def lookup(ids: Tensor, table: nn.Parameter, queue: WeightQueue) -> Tensor:
+    """Rows of a table [rows, hidden]: ids [...] -> [..., hidden]."""
+    return _Lookup.apply(ids, table, queue)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding whose rows are cut over tensor: ids [seq, batch] -> [seq / tensor, batch, hidden].
 
@@ -145,7 +166,7 @@ class VocabParallelEmbedding(nn.Module):
         self, table: ShardSpec, mesh: Mesh, *, initial: Initial, dtype: torch.dtype, known_as: str | None = None
     ) -> None:
         super().__init__()
-        self.group = mesh.tensor
+        self.group, self.queue = mesh.tensor, mesh.weights
         self.weight = declare(
             self, "weight", table, mesh.topology, initial=initial, dtype=dtype, known_as=known_as
         )
@@ -154,7 +175,7 @@ class VocabParallelEmbedding(nn.Module):
         rows = self.weight.shape[0]
         local = tokens - rows * self.group.index
         elsewhere = (local < 0) | (local >= rows)
-        x = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        x = lookup(local.masked_fill(elsewhere, 0), self.weight, self.queue)
         return scatter_sequence(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
 
 
@@ -173,6 +194,8 @@ class Norm(nn.Module):
         self.bias = declare(self, "bias", spec, mesh.topology, initial=ZEROS, dtype=dtype) if biased else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """In the dtype of x, which is wider than the weights' where the residual stream is; the result in theirs."""
+        weight = self.weight.to(x.dtype)
         if self.bias is None:
-            return rms_norm(x, self.weight, self.epsilon, impl=self.impl)
-        return layer_norm(x, self.weight, self.bias, self.epsilon, impl=self.impl)
+            return rms_norm(x, weight, self.epsilon, impl=self.impl).to(self.weight.dtype)
+        return layer_norm(x, weight, self.bias.to(x.dtype), self.epsilon, impl=self.impl).to(self.weight.dtype)

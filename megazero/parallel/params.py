@@ -1,7 +1,8 @@
 """Parameters are declared, collected and given their initial values here, and nowhere else.
 
-A layer declares a parameter with its ShardSpec; `collect` lists all that a rank holds; `initialize` fills the
-shards. Element i of a parameter is normal number i of a counter-based stream, so no layout changes a value.
+A layer declares a parameter with its ShardSpec, or a plain module is adopted; `collect` lists all that a rank
+holds; `initialize` fills the shards. Element i of a parameter is normal number i of a counter-based stream, so no
+layout changes a value.
 """
 
 from __future__ import annotations
@@ -63,6 +64,25 @@ def declare(
     module.register_parameter(name, parameter)
     module.__dict__.setdefault("declared", {})[name] = _Declared(spec, initial, decay, known_as)
     return parameter
+
+
+def adopt(module: nn.Module, *, std: float) -> nn.Module:
+    """Declare every parameter of a plain torch module, as whole on each rank; returns the module.
+
+    Initial values: normal with `std` where a parameter has two dims or more, else zeros for what is called a bias and
+    ones for the rest, which are the weights of norms. Raises ValueError, naming it, for other state, such as a running
+    mean: checkpoints hold what is trained.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    for name in module.state_dict():
+        if name not in parameters or not parameters[name].requires_grad:
+            raise ValueError(f"{type(module).__name__}.{name} is not trained, so no checkpoint would hold it")
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            initial = Initial(std) if parameter.ndim > 1 else ZEROS if "bias" in name else ONES
+            spec = ShardSpec(tuple(parameter.shape), (None,) * parameter.ndim)
+            part.__dict__.setdefault("declared", {})[name] = _Declared(spec, initial, initial.std is not None, None)
+    return module
 
 
 def join_tied(layers: Iterable[tuple[str, nn.Module]]) -> None:

@@ -50,6 +50,7 @@ class ShardSpec:
     grad_sum  axes over which the parameter is whole but its gradient is a partial sum (norms under a cut sequence)
     tied      the first and the last stage hold this one parameter under one global name
     padded    size of dim 0 with padding rows at its end (a vocabulary that the tensor size does not divide)
+    table     its rows belong to ids (tokens, positions) one by one: embeddings and the head, no hidden matrix
     """
 
     shape: tuple[int, ...]
@@ -57,6 +58,7 @@ class ShardSpec:
     grad_sum: tuple[str, ...] = ()
     tied: bool = False
     padded: int | None = None
+    table: bool = False
 
     def __post_init__(self) -> None:
         if len(self.shape) != len(self.cut):

@@ -15,10 +15,23 @@ from torch import Tensor, nn
 Work = Callable[[], None]
 
 
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """The gradient that is added to: `.grad`, made where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
 class WeightQueue:
-    """One per stage, made with the stage and handed to its layers."""
+    """One per stage, made with the stage and handed to its layers.
+
+    `gradient` says where the gradient of a parameter is added up, and `arrived` is told when one micro-batch has added
+    to it: the optimizer that owns flat gradients sets both.
+    """
 
     def __init__(self) -> None:
+        self.gradient: Callable[[nn.Parameter], Tensor] = gradient_of
+        self.arrived: Callable[[nn.Parameter], None] = lambda parameter: None
         self._deferred: list[Work] | None = None
 
     @property
@@ -43,18 +56,32 @@ class WeightQueue:
         finally:
             self._deferred = None
 
+    def add_product_(self, parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Add left [out, rows] x right [rows, in] to the gradient of a parameter of out x in elements."""
+        if not parameter.requires_grad:
+            return
+        grad = self.gradient(parameter).view(left.shape[0], right.shape[1])
+        if grad.dtype == left.dtype:
+            grad.addmm_(left, right)
+        else:
+            grad.add_(left @ right)
+        self.arrived(parameter)
 
-def add_product_(parameter: nn.Parameter, left: Tensor, right: Tensor) -> None:
-    """Add left [out, rows] x right [rows, in] to the gradient of a parameter with out x in elements, in its dtype."""
-    grad = gradient_of(parameter).view(left.shape[0], right.shape[1])
-    if grad.dtype == left.dtype:
-        grad.addmm_(left, right)
-    else:
-        grad.add_(left @ right)
+    def add_rows_(self, parameter: nn.Parameter, rows: Tensor, values: Tensor) -> None:
+        """Add values [n, in] to the rows [n] of a parameter's gradient, in the gradient's dtype: a token that occurs
+        thousands of times is summed in fp32."""
+        if not parameter.requires_grad:
+            return
+        grad = self.gradient(parameter)
+        values = values.to(grad.dtype)
+        if grad.is_cuda:        # sorted first, so that equal rows are always added in one order
+            grad.add_(torch.ops.aten.embedding_dense_backward(values, rows, grad.shape[0], -1, False))
+        else:
+            grad.index_add_(0, rows, values)
+        self.arrived(parameter)
 
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """The gradient that is added to: a view of the flat buffer where the optimizer has made one."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+    def add_(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Add `value`, of as many elements, to the gradient of a parameter."""
+        if parameter.requires_grad:
+            self.gradient(parameter).view(-1).add_(value.flatten())
+            self.arrived(parameter)

@@ -1,88 +1,215 @@
-"""ZeRO stage 1 (Rajbhandari et al., 2020): each data rank owns a slice of every bucket and alone keeps its master
-copy and moments. A step: reduce-scatter the gradients, norm and clip, update the slices, all-gather the parameters.
+"""ZeRO (Rajbhandari et al., 2020): each data rank owns a slice of every bucket and alone keeps its master copy and
+moments. A step: sum the gradients, norm and clip, update the slices, gather the parameters.
 
-A data axis of one is the same code with one owner.
+Stage 0 is the same code whose owner is every rank, stage 2 the same with gradients that are reduced after each
+backward. A data axis of one is the same code with one owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.optim.adamw import adamw
+from torch import Tensor, nn
 
-from .buckets import Bucket, Owned, make_buckets
-from .collectives import all_reduce, start_all_gather, start_reduce_scatter
+from ..loss_scale import LossScaler
+from .buckets import Bucket, Bucketing, Owned, make_buckets, place_of
+from .collectives import Pending, all_reduce, gather_objects, start_all_gather
 from .groups import Mesh
 from .params import ParamInfo
+from .reducer import Reducer
+from .rules import Rule
+from .weights import WeightQueue
 
 
-class ZeroAdamW:
-    """AdamW with decoupled weight decay (Loshchilov and Hutter, 2019) on flat, owned slices.
+@dataclass(frozen=True)
+class Zero:
+    """How a ZeroOptimizer shares its work.
+
+    stage           of ZeRO, 0 to 2
+    clip            largest gradient norm; 0: no clipping
+    bucket_size     elements
+    overlap_reduce  buckets are reduced while the backward runs
+    overlap_gather  parameters are gathered while the next forward runs
+    wire_dtype      in which gradients travel; None: as they are kept
+    scaler          the loss scale's rule where losses are scaled (fp16) and a step that overflows is skipped
+    """
+
+    stage: int = 1
+    clip: float = 0.0
+    bucket_size: int = 40_000_000
+    overlap_reduce: bool = False
+    overlap_gather: bool = False
+    wire_dtype: torch.dtype | None = None
+    scaler: LossScaler | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a step updates with.
+
+    tables    the learning rate of embeddings and head, where they have their own
+    momentum  of the rule (Adam's beta 1), where the schedule moves it
+    """
+
+    learning_rate: float
+    weight_decay: float
+    tables: float | None = None
+    momentum: float | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step did, equal on all ranks.
+
+    norm     of the global, averaged, unscaled, unclipped gradient (L2, fp64 scalar)
+    clipped  whether that was above the limit (bool scalar)
+    skipped  whether nothing was done because it is not finite
+    first    then, the first parameter of the model whose gradient is not
+    """
+
+    norm: Tensor
+    clipped: Tensor
+    skipped: bool = False
+    first: str | None = None
+
+
+class ZeroOptimizer:
+    """An update rule on flat, owned slices.
 
     Losses are already divided by the tokens of the global batch, so gradients are sums over data ranks and
     micro-batches and have no divisor of their own.
     """
 
     def __init__(
-        self, infos: list[ParamInfo], mesh: Mesh, *, dtype: torch.dtype, betas: tuple[float, float], eps: float,
-        clip: float,
+        self, infos: Sequence[ParamInfo], mesh: Mesh, rule: Rule, *, dtype: torch.dtype, zero: Zero,
+        homes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        self.mesh, self.betas, self.eps, self.clip = mesh, betas, eps, clip
-        self.buckets: list[Bucket] = make_buckets(infos, mesh, dtype)
-        self.updates = 0                    # finished updates, for Adam's bias correction
+        self.mesh, self.rule, self.zero = mesh, rule, zero
+        how = Bucketing(lambda info: ("weight", *rule.kinds(info)), zero.bucket_size, zero.stage, homes or {})
+        self.buckets: list[Bucket] = make_buckets(infos, mesh, dtype, how)
+        self.reducer = Reducer(
+            self.buckets, overlap=zero.overlap_reduce, every=zero.stage == 2, wire_dtype=zero.wire_dtype
+        )
+        self.updates = 0                    # finished updates, for bias corrections
+        self.scale = None if zero.scaler is None else zero.scaler.start()
+        self._gathering: dict[int, Pending] = {}
+
+    def attach(self, modules: Sequence[nn.Module], queues: Sequence[WeightQueue]) -> None:
+        """Let the stages' weight queues add into the flat gradients, and modules wait for parameters still on their
+        way."""
+        for queue in queues:
+            queue.gradient, queue.arrived = self.reducer.gradient, self.reducer.arrived
+        if not self.zero.overlap_gather:
+            return
+        place, number = place_of(self.buckets), {id(bucket): n for n, bucket in enumerate(self.buckets)}
+        for module in (m for root in modules for m in root.modules()):
+            used = sorted({number[id(place[p][0])] for p in module.parameters(recurse=False)})
+            if used:
+                module.register_forward_pre_hook(lambda module, inputs, used=used: self._await(used))
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are to be multiplied by before their backward."""
+        return 1.0 if self.scale is None else self.scale.scale
 
     @torch.no_grad()
-    def step(self, learning_rate: float, weight_decay: float) -> Tensor:
-        """One update. Returns the L2 norm of the global, averaged, unclipped gradient: fp64 scalar, equal on all ranks.
+    def step(self, rates: Rates) -> Update:
+        """One update with gradients of losses that were multiplied by `loss_scale`, which it then moves.
 
-        Where the norm is not finite the weights are spoiled on all ranks alike: the caller stops before saving.
+        Where the norm is not finite and there is a scaler, the gradients are forgotten and nothing else changes;
+        without one the weights are spoiled on all ranks alike, and the caller stops before saving.
         """
-        owned = self._reduce()
-        norm = self._norm(owned)
-        if self.clip > 0:
-            factor = (self.clip / (norm + 1e-6)).clamp(max=1.0)
-            for grad in owned:
-                grad.mul_(factor.to(grad.dtype))
-        self.updates += 1
-        gathering = []
-        for bucket, grad in zip(self.buckets, owned, strict=True):
-            self._update(bucket, grad, learning_rate, weight_decay if bucket.decay else 0.0)
-            mine = bucket.params[bucket.slice]
-            mine.copy_(bucket.weight)
-            gathering.append(start_all_gather(mine, bucket.owners, out=bucket.params))
-            bucket.grads.zero_()
-        for pending in gathering:
-            pending.wait()
-        return norm
-
-    def _reduce(self) -> list[Tensor]:
-        """This rank's slice of every bucket's gradient, summed over data and over the axes where it is partial."""
-        pending = []
-        for bucket in self.buckets:
-            bucket.check_views()
-            pending.append(start_reduce_scatter(bucket.grads, bucket.owners))
-        owned = [p.wait() for p in pending]
+        scale = self.loss_scale
+        owned = self.reducer.owned()
         for bucket, grad in zip(self.buckets, owned, strict=True):
             for group in bucket.grad_sum:
                 all_reduce(grad, group)
-        return owned
+        norm = self._norm(owned) / scale
+        clipped = norm > (self.zero.clip or float("inf"))
+        if self.zero.scaler is not None:
+            overflow = not bool(norm.isfinite())
+            self.scale = self.zero.scaler.after(self.scale, overflow=overflow)
+            if overflow:
+                first = self.offender()
+                self.reducer.clear()
+                return Update(norm, clipped, skipped=True, first=first)
+        factor = torch.full_like(norm, 1.0 / scale)
+        if self.zero.clip > 0:
+            factor = factor * (self.zero.clip / (norm + 1e-6)).clamp(max=1.0)
+        if scale != 1.0 or self.zero.clip > 0:
+            for grad in owned:
+                grad.mul_(factor.to(grad.dtype))
+        self.updates += 1
+        rule = self.rule if rates.momentum is None else self.rule.with_momentum(rates.momentum)
+        tables = rates.learning_rate if rates.tables is None else rates.tables
+        pairs = list(zip(self.buckets, owned, strict=True))
+        for learning_rate in dict.fromkeys((rates.learning_rate, tables)):
+            part = [p for p in pairs if (tables if p[0].infos[0].spec.table else rates.learning_rate) == learning_rate]
+            rule.update([b for b, _ in part], [g for _, g in part], learning_rate, rates.weight_decay, self.updates)
+        self.reducer.clear()
+        self._gather()
+        return Update(norm, clipped)
 
-    def _norm(self, owned: list[Tensor]) -> Tensor:
+    def _norm(self, slices: Sequence[Tensor]) -> Tensor:
+        """The L2 norm over the whole model of one slice per bucket: each element once."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for bucket, grad in zip(self.buckets, owned, strict=True):
+        for bucket, flat in zip(self.buckets, slices, strict=True):
             if bucket.recorded:
-                total += torch.linalg.vector_norm(grad).double().square()
+                total += torch.linalg.vector_norm(flat, dtype=torch.float64).square()
         return all_reduce(total, self.mesh.world).sqrt()
 
-    def _update(self, bucket: Bucket, grad: Tensor, learning_rate: float, weight_decay: float) -> None:
-        steps = torch.full((), float(self.updates - 1), device=grad.device)      # adamw counts this update itself
-        adamw(
-            [bucket.weight], [grad], [bucket.exp_avg], [bucket.exp_avg_sq], [], [steps], fused=True,
-            amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=learning_rate, weight_decay=weight_decay,
-            eps=self.eps, maximize=False,
-        )
+    @torch.no_grad()
+    def parameter_norm(self) -> Tensor:
+        """L2 norm of all parameters of the model, fp64 scalar; called by all ranks."""
+        return self._norm([bucket.weight for bucket in self.buckets])
+
+    @torch.no_grad()
+    def zero_count(self) -> Tensor:
+        """How many elements of the global gradient are exactly zero, int64 scalar; called by all ranks, before the
+        step. Padding counts nowhere."""
+        topology, rank = self.mesh.topology, self.mesh.rank
+        total = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
+        for bucket, grad in zip(self.buckets, self.reducer.owned(), strict=True):
+            for group in bucket.grad_sum:
+                grad = all_reduce(grad.clone(), group)
+            for number, info in enumerate(bucket.infos if bucket.recorded else ()):
+                real = max(info.spec.box(topology, rank).numel - bucket.span(number).start, 0)
+                own = bucket.part(number, grad)[:real]
+                total += own.numel() - own.count_nonzero()
+        return all_reduce(total, self.mesh.world)
+
+    def offender(self) -> str | None:
+        """The first parameter of the model whose owned gradient is not finite on any rank; called by all, before the
+        gradients are forgotten. None: all are finite."""
+        found = None
+        for bucket, grad in zip(self.buckets, self.reducer.owned(), strict=True):
+            for number, info in enumerate(bucket.infos):
+                if found is None and not bool(bucket.part(number, grad).isfinite().all()):
+                    found = info.name
+        return next((name for name in gather_objects(found, self.mesh.world) if name is not None), None)
+
+    def _gather(self) -> None:
+        """Carry the master copies into the parameters of all ranks."""
+        self.wait()
+        for number, bucket in enumerate(self.buckets):
+            mine = bucket.params[bucket.slice]
+            if mine.data_ptr() != bucket.weight.data_ptr():
+                mine.copy_(bucket.weight)
+            self._gathering[number] = start_all_gather(mine, bucket.owners, out=bucket.params)
+        if not self.zero.overlap_gather:
+            self.wait()
+
+    def _await(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            pending = self._gathering.pop(number, None)
+            if pending is not None:
+                pending.wait()
+
+    def wait(self) -> None:
+        """All parameters are there: before anyone reads them by another way than a module's forward."""
+        self._await(list(self._gathering))
 
     def owned(self) -> Iterator[Owned]:
         """All state that this rank owns, in one fixed order, as writable views that loading fills."""
@@ -92,7 +219,20 @@ class ZeroAdamW:
     @torch.no_grad()
     def publish(self) -> None:
         """Carry the master copies, as loading left them, into the parameters of all ranks."""
-        for bucket in self.buckets:
-            mine = bucket.params[bucket.slice]
-            mine.copy_(bucket.weight)
-            start_all_gather(mine, bucket.owners, out=bucket.params).wait()
+        self._gather()
+        self.wait()
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes on this rank by class: parameters, gradients (full ones at stages 0 and 1, the slice at 2), state.
+
+        A master copy in the dtype of the parameters is their own memory and counts there.
+        """
+        held = [b.share if self.zero.stage == 2 else b.params.numel() for b in self.buckets]
+        return {
+            "parameters": sum(b.params.nbytes for b in self.buckets),
+            "gradients": sum(n * b.weight.itemsize for n, b in zip(held, self.buckets, strict=True)),
+            "master": sum(b.weight.nbytes for b in self.buckets if b.weight.dtype != b.params.dtype),
+            "moments": sum(
+                data.nbytes for b in self.buckets for kind, data in b.slices.items() if kind != "weight"
+            ),
+        }

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,21 @@ SENDS_UNDER_WAY = 4
 Timed = tuple[Instruction, float, float]        # an instruction, when it began and when it ended
 
 
+class Reduction(Protocol):
+    """Sums gradients over the data ranks. `every`: after each backward of a stage, and not after the last alone."""
+
+    every: bool
+
+    def arm(self, stage: int) -> None:
+        """The backward that completes the gradients of `stage` begins."""
+
+    def reduce(self, stage: int) -> None:
+        """That backward has ended."""
+
+    def finish(self, stage: int) -> None:
+        """The gradients of `stage` are complete."""
+
+
 @dataclass
 class _Live:
     """What one (stage, micro-batch) holds between its first and its last instruction."""
@@ -57,7 +72,7 @@ class _Step:
     training: bool
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[Work]] = field(default_factory=dict)
-    sends: deque[tuple[Any, Tensor, Tensor | None]] = field(default_factory=deque)   # work, tensor, what to free then
+    sends: deque[tuple[Any, Tensor, torch.UntypedStorage | None]] = field(default_factory=deque)  # work, x, to be freed
     outputs: dict[int, Tensor] = field(default_factory=dict)
     times: list[Timed] = field(default_factory=list)
 
@@ -70,24 +85,25 @@ class _Step:
             work, _, spent = self.sends.popleft()
             work.wait()
             if spent is not None:
-                spent.untyped_storage().resize_(0)
+                spent.resize_(0)
 
 
 class PipeEngine:
     """Runs programs over stages: number -> callable(input or None, micro-batch) -> output.
 
     The output of `last_stage` is a loss where the program has backwards; it is their root. `queues` holds the weight
-    queue of each stage whose layers can put weight gradients off. `reduce_grads` is told of each stage whose gradients
-    are complete. `trace`, where it is given, gets each training step's instructions with their times in seconds.
+    queue of each stage whose layers can put weight gradients off. `reduction` is told when a stage's last backward
+    begins and when its gradients are complete. `trace`, where it is given, gets each training step's instructions with
+    their times in seconds.
     """
 
     def __init__(
         self, stages: Mapping[int, Callable[[Tensor | None, Any], Tensor]], last_stage: int, wires: Wires, *,
         dtype: torch.dtype, device: torch.device, queues: Mapping[int, WeightQueue] | None = None,
-        reduce_grads: Callable[[int], None] = lambda stage: None,
+        reduction: Reduction | None = None,
     ) -> None:
         self.stages, self.last_stage, self.wires = stages, last_stage, wires
-        self.dtype, self.device, self.reduce_grads = dtype, device, reduce_grads
+        self.dtype, self.device, self.reduction = dtype, device, reduction
         self.queues = queues or {}
         self.trace: deque[list[Timed]] | None = None
         self._keeps_exit: dict[int, bool] = {}        # stage -> whether a node of its graph saved its output
@@ -100,9 +116,14 @@ class PipeEngine:
         training = any(isinstance(op, Backward | BackwardInput) for op in program)
         step = _Step(batches, wire_shape, training)
         with nullcontext() if training else torch.no_grad():
-            for op in program:
+            completing = self._completing(program)
+            for at, op in enumerate(program):
                 start = perf_counter()
+                if at in completing:
+                    self.reduction.arm(op.stage)
                 _RUN[type(op)](self, op, step)
+                if at in completing and self.reduction.every:
+                    self.reduction.reduce(op.stage)
                 step.times.append((op, start, perf_counter()))
         step.settle(0)
         if training and self.trace is not None:
@@ -110,6 +131,15 @@ class PipeEngine:
         left = sorted(step.live.keys() | step.deferred.keys())
         assert not left, f"the program left {left} unfinished"
         return [step.outputs[micro] for micro in sorted(step.outputs)]
+
+    def _completing(self, program: Program) -> set[int]:
+        """Where in the program stand the backwards that complete a stage's gradients: the last one, or every one."""
+        if self.reduction is None:
+            return set()
+        backwards = [(at, op.stage) for at, op in enumerate(program) if isinstance(op, Backward | BackwardWeight)]
+        if self.reduction.every:
+            return {at for at, _ in backwards}
+        return set({stage: at for at, stage in backwards}.values())
 
     def _forward(self, op: Forward, step: _Step) -> None:
         live = step.of(op)
@@ -175,7 +205,7 @@ class PipeEngine:
         while work:
             work.pop()()                                  # in the order of the backward; what it held is freed at once
 
-    def _send(self, x: Tensor, peer: int, step: _Step, spent: Tensor | None = None) -> None:
+    def _send(self, x: Tensor, peer: int, step: _Step, spent: torch.UntypedStorage | None = None) -> None:
         x = x.contiguous()
         step.sends.append((self.wires.send(x, peer), x, spent))
         step.settle(SENDS_UNDER_WAY)
@@ -189,7 +219,7 @@ class PipeEngine:
             del step.live[op.stage, op.micro]
         # Its backward needs the node of the output, but not the values, unless some node saved them.
         is_spent = step.training and not self._keeps_exit[op.stage]
-        self._send(out.detach(), op.peer, step, out if is_spent else None)
+        self._send(out.detach(), op.peer, step, out.untyped_storage() if is_spent else None)
 
     def _recv_activation(self, op: RecvActivation, step: _Step) -> None:
         live = step.of(op)
@@ -205,7 +235,8 @@ class PipeEngine:
         live.arriving = self.wires.receive(live.grad, op.peer)
 
     def _reduce(self, op: ReduceGrads, step: _Step) -> None:
-        self.reduce_grads(op.stage)
+        if self.reduction is not None:
+            self.reduction.finish(op.stage)
 
 
 _RUN: dict[type, Callable[..., None]] = {

@@ -1,0 +1,300 @@
+"""Training steps with ZeRO beside torch's own data parallelism: two processes on gloo, one model, tokens per second.
+
+The contenders take turns in the same two processes, and medians of the ratios within a round are compared, so that a
+machine with other work is fair to all. The peers train a GPT of torch's own layers with the weights of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
+
+from megazero.config import ModelConfig, OptimizerConfig  # noqa: E402
+from megazero.data.batch import MicroBatch  # noqa: E402
+from megazero.gpt import GPTSetup, gpt_layers  # noqa: E402
+from megazero.machine import Machine, Setup, assemble  # noqa: E402
+from megazero.parallel.groups import open_mesh  # noqa: E402
+from megazero.parallel.topology import Topology  # noqa: E402
+from megazero.parallel.zero import Rates, Zero  # noqa: E402
+from megazero.precision import Dtypes  # noqa: E402
+
+RANKS = 2
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
+OURS = {
+    "megazero stage 0": Zero(0, CLIP),
+    "megazero stage 1": Zero(1, CLIP),
+    "megazero stage 1, overlapped": Zero(1, CLIP, 2_000_000, overlap_reduce=True, overlap_gather=True),
+    "megazero stage 2": Zero(2, CLIP),
+}
+PEERS = ("DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed stage 1", "DeepSpeed stage 2")
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to train: a step on this process's (tokens, labels) [batch, seq] returns the loss it had, and what of
+    its memory is optimizer state beside the weights."""
+
+    step: Callable[[Tensor, Tensor], float]
+    state: Callable[[], Iterable[Tensor]]
+
+
+class PlainBlock(nn.Module):
+    """[batch, seq, hidden] -> the same, with torch's own layers."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        hidden = model.hidden_size
+        self.heads = model.num_attention_heads
+        self.attention_norm, self.ffn_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.up, self.down = nn.Linear(hidden, model.ffn), nn.Linear(model.ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        fused = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads, 3, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(*fused.unbind(3), is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.ffn_norm(x)), approximate="tanh"))
+
+
+class PlainGPT(nn.Module):
+    """Tokens and labels [batch, seq] -> mean loss."""
+
+    def __init__(self, model: ModelConfig, vocab: int) -> None:
+        super().__init__()
+        self.word = nn.Embedding(vocab, model.hidden_size)
+        self.position = nn.Parameter(torch.zeros(model.seq_length, model.hidden_size))
+        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
+        self.norm = nn.LayerNorm(model.hidden_size)
+        self.head = nn.Linear(model.hidden_size, vocab, bias=False)
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.word(tokens) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
+    """A GPT of torch's layers with the weights of ours."""
+    plain = PlainGPT(model, vocab)
+    ours = {info.name: info.tensor for bucket in machine.optimizer.buckets for info in bucket.infos}
+    for name, parameter in plain.named_parameters():
+        name = name.replace("blocks.", "layers.").replace("word.", "embedding.word.")
+        for part in ("qkv.", "out."):
+            name = name.replace(part, f"attention.{part}")
+        for part in ("up.", "down."):
+            name = name.replace(part, f"ffn.{part}")
+        name = {"position": "embedding.position"}.get(name, name)
+        name = name.replace("norm.", "final_norm.norm.", 1) if name.startswith("norm.") else name
+        parameter.data.copy_(ours[name].detach().reshape(parameter.shape))
+    return plain
+
+
+def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tuple[Contender, Machine]:
+    """The engine and the optimizer as the trainer drives them."""
+    mesh = open_mesh(Topology(data=RANKS))
+    layers = gpt_layers(GPTSetup(model, vocab, torch.float32))
+    optimizer = OptimizerConfig(adam_eps=1e-8)
+    wire_shape = (model.seq_length, batch, model.hidden_size)
+    setup = Setup(wire_shape, Dtypes(torch.float32, torch.float32), optimizer, zero)
+    machine = assemble(layers, mesh, setup)
+
+    def step(tokens: Tensor, labels: Tensor) -> float:
+        scale = 1.0 / (RANKS * tokens.numel())
+        micro_batch = MicroBatch(tokens.T.contiguous(), labels=labels.T.contiguous(), scale=scale)
+        loss = machine.loss([micro_batch], machine.train_program(1))
+        machine.optimizer.step(Rates(LEARNING_RATE, WEIGHT_DECAY))
+        return loss.item()
+
+    def state() -> list[Tensor]:
+        buckets = machine.optimizer.buckets
+        return [data for bucket in buckets for kind, data in bucket.slices.items() if kind != "weight"]
+
+    return Contender(step, state), machine
+
+
+def torch_contender(name: str, plain: PlainGPT) -> Contender:
+    """DDP or FSDP2 around the model, with torch's fused AdamW."""
+    options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
+    wrapped: nn.Module = plain
+    if name == "FSDP2":
+        for block in plain.blocks:
+            fully_shard(block)
+        fully_shard(plain)
+    else:
+        wrapped = DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    if name == "DDP + ZeroRedundancyOptimizer":
+        sharded = ZeroRedundancyOptimizer(
+            wrapped.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, **options
+        )
+        optimizer, inner = sharded, sharded.optim
+    else:
+        optimizer = inner = torch.optim.AdamW(wrapped.parameters(), **options)
+
+    def step(tokens: Tensor, labels: Tensor) -> float:
+        loss = wrapped(tokens, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean_loss(loss)
+
+    return Contender(step, lambda: tensors_of(inner.state.values()))
+
+
+def deepspeed_contender(stage: int, batch: int, plain: PlainGPT) -> Contender:
+    """DeepSpeed's engine around the model, with torch's fused AdamW."""
+    deepspeed = importlib.import_module("deepspeed")
+    inner = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": batch, "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+    }  # fmt: skip
+    engine = deepspeed.initialize(model=plain, optimizer=inner, config=config)[0]
+
+    def step(tokens: Tensor, labels: Tensor) -> float:
+        loss = engine(tokens, labels)
+        engine.backward(loss)
+        engine.step()
+        return mean_loss(loss)
+
+    return Contender(step, lambda: tensors_of(inner.state.values()))
+
+
+def mean_loss(loss: Tensor) -> float:
+    """The mean over the processes, as our own loop tells it."""
+    total = loss.detach().double()
+    dist.all_reduce(total)
+    return total.item() / RANKS
+
+
+def tensors_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
+    """The tensors in an optimizer's state, of a sharded one this process's part, without step counters."""
+    tensors = [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return [t.to_local() if isinstance(t, dist.tensor.DTensor) else t for t in tensors]
+
+
+def contenders(model: ModelConfig, vocab: int, batch: int) -> dict[str, Contender]:
+    """All that can run here, by name; the peers begin with our weights."""
+    found = {}
+    for name, zero in OURS.items():
+        found[name], machine = our_contender(model, vocab, batch, zero)
+    for name in PEERS:
+        if not name.startswith("DeepSpeed"):
+            found[name] = torch_contender(name, plain_copy(machine, model, vocab))
+        elif importlib.util.find_spec("deepspeed") is not None:
+            found[name] = deepspeed_contender(int(name[-1]), batch, plain_copy(machine, model, vocab))
+        elif dist.get_rank() == 0:
+            print(f"{name}: left out, for the package deepspeed is not installed", flush=True)
+    return found
+
+
+def race(rank: int, folder: str, args: argparse.Namespace) -> None:
+    """One of the processes: rounds of a few steps of each contender in turn; rank 0 leaves the numbers in a file."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # DeepSpeed asks for them
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    model = ModelConfig(
+        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.hidden // 64, seq_length=args.seq,
+        attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True,
+    )
+    found = contenders(model, args.vocab, args.batch)
+    generator = torch.Generator().manual_seed(rank)
+    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    losses = {name: [one.step(tokens, labels) for _ in range(3)] for name, one in found.items()}
+    first = next(iter(losses.values()))
+    for name, own in losses.items():
+        off = max(abs(a - b) / b for a, b in zip(own, first, strict=True))
+        assert off < 1e-4, f"{name} trains another model: losses {own} instead of {first}"
+    seconds: dict[str, list[float]] = {name: [] for name in found}
+    cpu: dict[str, list[float]] = {name: [] for name in found}
+    for turn in range(args.rounds):
+        gc.collect()
+        names = list(found) if turn % 2 else list(reversed(found))
+        for name in names:
+            dist.barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            for _ in range(args.steps):
+                found[name].step(tokens, labels)
+            seconds[name].append((time.perf_counter() - start) / args.steps)
+            cpu[name].append((time.process_time() - cpu_start) / args.steps)
+    state = {name: sum(t.nbytes for t in one.state()) for name, one in found.items()}
+    if rank == 0:
+        Path(folder, "seconds").write_text(json.dumps({"seconds": seconds, "cpu": cpu, "state": state}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """By contender: tokens per second, the median ratio to the fastest peer in the same round, the seconds that a
+    processor worked on a step in one process (which other work on the machine does not change much), bytes of state.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(race, (folder, args), nprocs=RANKS)
+        told = json.loads(Path(folder, "seconds").read_text())
+    seconds, tokens = told["seconds"], RANKS * args.batch * args.seq
+    fastest = min((name for name in seconds if name in PEERS), key=lambda name: statistics.median(seconds[name]))
+    return {
+        name: {
+            "tokens_per_second": tokens / statistics.median(taken),
+            "ratio_to_the_fastest_peer": statistics.median(
+                a / b for a, b in zip(seconds[fastest], taken, strict=True)
+            ),
+            "processor_seconds": statistics.median(told["cpu"][name]),
+            "optimizer_state_bytes": told["state"][name],
+        }
+        for name, taken in seconds.items()
+    }
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--layers", type=int, default=4)
+    add("--hidden", type=int, default=256)
+    add("--seq", type=int, default=128)
+    add("--vocab", type=int, default=4096)
+    add("--batch", type=int, default=4, help="samples of each process in a step; default: 4")
+    add("--steps", type=int, default=1, help="of a contender in a round; default: 1")
+    add("--rounds", type=int, default=41, help="of which medians are taken; default: 41")
+    add("--json", metavar="FILE", help="write the numbers to FILE as well")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    found = measure(args)
+    print(f"{'':32}{'tokens/s':>10}{'ratio':>8}{'processor s':>13}{'MiB of state':>14}")
+    for name, told in found.items():
+        rate, ratio, processor, state = told.values()
+        print(f"{name:32}{rate:10.0f}{ratio:8.3f}{processor:13.3f}{state / 2**20:14.1f}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
