@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -23,6 +25,17 @@ def _stop(number: int, frame: FrameType | None) -> None:
     for other in STOP_SIGNALS:  # a second one must not disturb the cleaning up
         signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)
+
+
+def make_folder_of(flag: str, path: str | os.PathLike) -> None:
+    """Makes the folder of a file that is to be written. ValueError, with the flag: it cannot be, or not written to."""
+    folder = Path(path).parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: the folder {folder} cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{flag} {path}: the folder {folder} may not be written to")
 
 
 def command(name: str, work: Callable[[], Iterable[object]], *, left: Callable[[], str] = str) -> None:

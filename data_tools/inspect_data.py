@@ -23,6 +23,7 @@ from megazero.data.samples import SampleSource  # noqa: E402
 from megazero.data.tokenizer import TYPES, Tokenizer, build_tokenizer  # noqa: E402
 
 CHUNK = 1 << 20
+ARGUMENT = "PREFIX"  # what messages call the corpus that is named without a flag
 ANY_VOCABULARY = 1 << 31  # without a tokenizer every id is as good as another
 
 
@@ -125,6 +126,7 @@ def source(args: argparse.Namespace, fingerprint: str | None) -> SampleSource:
     if args.part not in names:
         raise ValueError(f"--part {args.part}: give one of {', '.join(names)}")
     counts = dict.fromkeys(names, 0) | {args.part: args.num_samples}
+    flag = ARGUMENT if args.prefix else "--data-path"
     parts = open_samples(
         data,
         seq_length=args.seq_length,
@@ -132,9 +134,13 @@ def source(args: argparse.Namespace, fingerprint: str | None) -> SampleSource:
         seed=args.seed,
         fingerprint=fingerprint,
         counts=counts,
+        flag=flag,
     )
     if args.part not in parts:
-        raise ValueError(f"--part {args.part} is empty: --split {args.split} leaves it no document")
+        if data.data_path and args.part not in data.valid_sets:
+            raise ValueError(f"--part {args.part} is empty: --split {args.split} leaves it no document")
+        own = "--valid-set" if args.part in data.valid_sets else f"--{args.part}-data-path"
+        raise ValueError(f"--part {args.part} is empty: {own} gives it no token")
     return parts[args.part]
 
 
@@ -143,7 +149,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     fingerprint = None
     if args.prefix is not None:
-        reader = IndexedReader(args.prefix)
+        reader = IndexedReader(args.prefix, flag=ARGUMENT)
         fingerprint = reader.sidecar.fingerprint if reader.sidecar else None
         found |= describe(reader)
     tokenizer = make_tokenizer(args, fingerprint)
@@ -156,6 +162,8 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
             found["text"] = tokenizer.decode(ids)
     if args.samples:
         samples = source(args, tokenizer.fingerprint if tokenizer else None)
+        if min(args.samples) < 0:
+            raise ValueError(f"--samples {min(args.samples)}: must be at least 0")
         try:
             rows = [samples.rows([k])[0].tolist() for k in args.samples]
         except IndexError as error:

@@ -13,6 +13,10 @@ import sys
 import sysconfig
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
+
+from data_tools.command import make_folder_of  # noqa: E402
+
 NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__"}
 TESTS = {"test", "tests", "idle_test"}
 
@@ -61,7 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     # by a hash of the name, so that each part of a split by documents is like the whole
     chosen.sort(key=lambda item: hashlib.blake2b(item[0].encode("utf-8", "surrogateescape")).digest())
     output = Path(args.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        make_folder_of("--output", output)
+    except ValueError as error:
+        sys.exit(f"make_corpus.py: error: {error}")
     partial = output.with_name(f"{output.name}.{os.getpid()}.partial")
     try:
         with open(partial, "w", encoding="utf-8", newline="\n") as file:

@@ -19,7 +19,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from data_tools.command import command  # noqa: E402
+from data_tools.command import command, make_folder_of  # noqa: E402
 from data_tools.progress import ProgressBar  # noqa: E402
 from data_tools.shuffle import Buckets, Piece  # noqa: E402
 from megazero.data.documents import Documents  # noqa: E402
@@ -76,7 +76,7 @@ def expand(words: list[str]) -> list[str]:
 
 
 def describe(prefix: str) -> Corpus:
-    reader = IndexedReader(prefix)
+    reader = IndexedReader(prefix, flag="--input")
     return Corpus(prefix, reader.num_documents, reader.num_tokens, reader.sidecar)
 
 
@@ -107,7 +107,7 @@ def pieces(prefix: str, *, tokens: int, vocab_size: int) -> Iterator[Piece]:
 
     ValueError: an id is outside the vocabulary.
     """
-    reader = IndexedReader(prefix)
+    reader = IndexedReader(prefix, flag="--input")
     documents, first = Documents(reader, 0, reader.num_documents), 0
     while first < reader.num_documents:
         last = min(first + DOCUMENTS_AT_ONCE, reader.num_documents)
@@ -157,6 +157,7 @@ def run(args: argparse.Namespace) -> Iterator[dict[str, object]]:
     if any(os.path.realpath(corpus.prefix) == os.path.realpath(args.output_prefix) for corpus in corpora):
         raise ValueError(f"--output-prefix {args.output_prefix} is one of the --input corpora")
     vocab_size, fingerprint = vocabulary(corpora, args.vocab_size)
+    make_folder_of("--output-prefix", args.output_prefix)
     with IndexedWriter(args.output_prefix, vocab_size=vocab_size, fingerprint=fingerprint) as writer:
         write(args, corpora, writer)
     yield {

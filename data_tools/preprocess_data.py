@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from data_tools.command import command  # noqa: E402
+from data_tools.command import command, make_folder_of  # noqa: E402
 from data_tools.encoding import Encoded, Encoder, Settings  # noqa: E402
 from data_tools.inputs import (  # noqa: E402
     BLOCK_BYTES,
@@ -204,6 +204,7 @@ class Output:
 def write(args: argparse.Namespace, files: list[str], encoder: Encoder, workers: Workers) -> list[dict[str, object]]:
     """Encodes and writes everything; one summary for each key."""
     start = time.monotonic()
+    make_folder_of("--output-prefix", args.output_prefix)
     with ExitStack() as stack:
         journal = stack.enter_context(Journal(args.output_prefix, identity(args, files, encoder.tokenizer.fingerprint)))
         done = begin(args, journal)

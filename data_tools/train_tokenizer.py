@@ -19,7 +19,7 @@ import sentencepiece
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from data_tools.command import command  # noqa: E402
+from data_tools.command import command, make_folder_of  # noqa: E402
 from data_tools.inputs import COMPRESSED, expand, numbered_lines  # noqa: E402
 from data_tools.jsonl import texts  # noqa: E402
 from megazero.data.tokenizer import SentencePieceTokenizer  # noqa: E402
@@ -116,9 +116,9 @@ def run(args: argparse.Namespace) -> dict[str, object]:
     lines = draw(sentences(expand(args.input), args.json_keys), args.max_sentences, args.seed)
     if not lines:
         raise ValueError(f"--input {' '.join(args.input)}: there is no text in it")
-    content = train(lines, args)
     path = Path(args.model_prefix.removesuffix(".model") + ".model")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of("--model-prefix", path)
+    content = train(lines, args)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_bytes(content)
     os.replace(partial, path)

@@ -15,6 +15,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -105,12 +106,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if asked.out.suffix not in SUFFIXES:
             raise ValueError(f"--out {asked.out}: the name must end in {', '.join(SUFFIXES)}")
-        timeline = of_trace(asked.trace, asked.iteration) if asked.trace else of_schedule(asked)
-        write(timeline, asked.out)
-    except (ValueError, OSError) as wrong:
+        with named("--trace", asked.trace, "read"):
+            timeline = of_trace(asked.trace, asked.iteration) if asked.trace else of_schedule(asked)
+        with named("--out", asked.out, "written"):
+            write(timeline, asked.out)
+    except ValueError as wrong:
         made.error(str(wrong))
     print("\n".join((timeline.title, *timeline.notes, f"written to {asked.out}")))
     return 0
+
+
+@contextmanager
+def named(flag: str, path: Path | None, done: str) -> Iterator[None]:
+    """What is wrong with a file is told with the flag that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{flag} {error.filename or path} cannot be {done}: {error.strerror or error}") from error
 
 
 def parser() -> argparse.ArgumentParser:

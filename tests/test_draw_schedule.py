@@ -113,6 +113,10 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys):
     out = ("--out", str(tmp_path / "a.svg"))
     schedule = ("--schedule", "1f1b")
     assert "--out a.pdf: the name must end in .svg, .png, .txt" in refused(capsys, *schedule, "--out", "a.pdf")
+    message = refused(capsys, *schedule, "--out", "/dev/null/x.svg")
+    assert "error: --out /dev/null/x.svg cannot be written: Not a directory" in message
+    message = refused(capsys, *schedule, "--out", str(tmp_path / "no" / "x.png"))
+    assert "no/x.png cannot be written: No such file" in message
     assert "--times 1,2: must be four numbers" in refused(capsys, *schedule, "--times", "1,2", *out)
     assert "must be at least 1" in refused(capsys, *schedule, "--ranks", "0", *out)
     assert "1f1b runs 1 stage on each pipeline rank, not 2" in refused(capsys, *schedule, "--chunks", "2", *out)

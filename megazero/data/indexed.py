@@ -81,15 +81,16 @@ class IndexedReader:
     document_index  int64 [documents + 1], the first sequence of each document, and at last the number of sequences
     tokens          [num_tokens], the whole .bin file as one memory map
 
-    `read` may be called from many threads. Raises ValueError for a missing or damaged file.
+    `read` may be called from many threads. `flag` is what named the prefix, for messages. Raises ValueError for a
+    missing or damaged file.
     """
 
-    def __init__(self, prefix: str | os.PathLike):
-        self.prefix = os.fspath(prefix)
+    def __init__(self, prefix: str | os.PathLike, *, flag: str = "--data-path"):
+        self.prefix, self.flag = os.fspath(prefix), flag
         for suffix in (".idx", ".bin"):
             if not os.path.isfile(self.prefix + suffix):
                 hint = " (give the prefix alone)" if self.prefix.endswith((".bin", ".idx")) else ""
-                raise ValueError(f"--data-path {self.prefix}: there is no file {self.prefix}{suffix}{hint}")
+                raise ValueError(f"{flag} {self.prefix}: there is no file {self.prefix}{suffix}{hint}")
         self._read_index(self.prefix + ".idx")
         self._file = open(self.prefix + ".bin", "rb", buffering=0)
         self._check_data(os.fstat(self._file.fileno()).st_size)

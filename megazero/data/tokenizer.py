@@ -31,6 +31,7 @@ PROMPT_TYPES = ("MultimodalTokenizer", "SFTTokenizer")  # Megatron's names for p
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # looked for where no file names the eos token
 Value = TypeVar("Value")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands in a decoded text for an id that is none
+LARGEST_VOCABULARY = 1 << 31  # ids are stored in int32
 LONGEST_WORD = 200  # characters of a word that BERT's tokenizer cuts into pieces
 # What Megatron's TikTokenizer does where no flag says otherwise.
 TIKTOKEN_VOCABULARY, NUM_SPECIAL_TOKENS, SPECIAL_TOKENS = 1 << 17, 1000, ("<unk>", "<s>", "</s>")
@@ -139,25 +140,35 @@ class HuggingFaceTokenizer:
     def __init__(self, path: str):
         file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         content = _read(str(file), "--tokenizer-model")
-        if not isinstance(_json(str(file), content).get("model"), dict):
+        model = _json(str(file), "--tokenizer-model", content).get("model")
+        if not isinstance(model, dict):
             raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json: it has no model")
-        self._model = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        _check_merges(str(file), model)
+        try:
+            self._model = tokenizers.Tokenizer.from_buffer(content)
+        except ValueError as error:
+            raise ValueError(f"--tokenizer-model {file} is not a tokenizer.json: {error}") from error
         self._model.no_padding()
         self._model.no_truncation()
         self._model.encode_special_tokens = True
         self._ids: dict[str, int] = self._model.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(self._ids.values()) + 1
+        self.vocab_size = _vocab_size(str(file), "--tokenizer-model", self._ids)
         self.eod = self._find_eod(file)
         self.fingerprint = _fingerprint("huggingface", content)
 
     def _find_eod(self, file: Path) -> int | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             path = file.with_name(name)
-            token = _json(str(path), path.read_bytes()).get("eos_token") if path.is_file() else None
+            if not path.is_file():
+                continue
+            content = _read(str(path), "--tokenizer-model")
+            token = _json(str(path), "--tokenizer-model", content).get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
             if token is not None:
-                if token not in self._ids:
-                    raise ValueError(f"{path} names {token!r} as eos token, which {file} does not know")
+                if not isinstance(token, str) or token not in self._ids:
+                    raise ValueError(
+                        f"--tokenizer-model: {path} names {token!r} as eos token, which {file} does not know"
+                    )
                 return self._ids[token]
         special = [token.content for token in self._model.get_added_tokens_decoder().values() if token.special]
         usual = [token for token in special if token in EOS_NAMES]
@@ -181,8 +192,12 @@ class GPT2BPETokenizer:
 
     def __init__(self, vocab_file: str, merge_file: str):
         vocab_content, merge_content = _read(vocab_file, "--vocab-file"), _read(merge_file, "--merge-file")
-        vocab = _json(vocab_file, vocab_content)
-        lines = merge_content.decode("utf-8").split("\n")
+        vocab = _json(vocab_file, "--vocab-file", vocab_content)
+        self.vocab_size = _vocab_size(vocab_file, "--vocab-file", vocab)
+        try:
+            lines = merge_content.decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--merge-file {merge_file} is not UTF-8: {error}") from error
         merges = []
         for number, line in enumerate(lines, start=1):
             pair = tuple(line.split(" "))
@@ -196,7 +211,6 @@ class GPT2BPETokenizer:
         self._model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
         self._model.pre_tokenizer = _byte_level(use_regex=True)
         self._model.decoder = tokenizers.decoders.ByteLevel()
-        self.vocab_size: int = max(vocab.values()) + 1
         self.eod: int | None = vocab.get("<|endoftext|>")
         self.fingerprint = _fingerprint("gpt2", vocab_content + merge_content)
 
@@ -358,14 +372,46 @@ def _read(path: str, flag: str) -> bytes:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
-def _json(path: str, content: bytes) -> dict[str, Any]:
+def _json(path: str, flag: str, content: bytes) -> dict[str, Any]:
     try:
         parsed = json.loads(content)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{flag} {path} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
-        raise ValueError(f"{path} is not a JSON object")
+        raise ValueError(f"{flag} {path} is not a JSON object")
     return parsed
+
+
+def _vocab_size(path: str, flag: str, ids: dict[str, Any]) -> int:
+    """One more than the largest id. ValueError: there is none, or an entry that no tokenizer can have."""
+    if not ids:
+        raise ValueError(f"{flag} {path}: the vocabulary is empty")
+    for token, number in ids.items():
+        if type(number) is not int or not 0 <= number < LARGEST_VOCABULARY:  # true and false are ints as well
+            raise ValueError(f"{flag} {path}: the id of {token!r} must be a number from 0 to 2^31 - 1, not {number!r}")
+        if not _is_unicode(token):
+            raise ValueError(f"{flag} {path}: the token {token!r} holds half a character")
+    return max(ids.values()) + 1
+
+
+def _is_unicode(text: str) -> bool:
+    """False where JSON spelt half of a surrogate pair, which no UTF-8 can hold."""
+    return text.isascii() or not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _check_merges(path: str, model: dict[str, Any]) -> None:
+    """ValueError: a merge of a tokenizer.json is not of its vocabulary. The library would not survive some of these.
+
+    What has another shape than a model of merges is left to the library, which tells what it finds.
+    """
+    vocab, merges, prefix = model.get("vocab"), model.get("merges"), model.get("continuing_subword_prefix") or ""
+    if not (isinstance(vocab, dict) and isinstance(merges, list) and isinstance(prefix, str)):
+        return
+    for number, merge in enumerate(merges):
+        pair = merge.split(" ") if isinstance(merge, str) else merge
+        known = isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+        if not known or not {*pair, pair[0] + pair[1][len(prefix) :]} <= vocab.keys():
+            raise ValueError(f"--tokenizer-model {path}: merge {number}, {merge!r}, is none of its vocabulary")
 
 
 def _fingerprint(kind: str, content: bytes) -> str:

@@ -12,7 +12,7 @@ from megazero.batch_sizes import constant
 from megazero.config import DataConfig
 from megazero.data import corpora
 from megazero.data.blend import WINDOW, Blend
-from megazero.data.corpora import open_readers, open_samples, split_documents
+from megazero.data.corpora import left_out, open_readers, open_samples, split_documents
 from megazero.data.indexed import IndexedReader, IndexedWriter
 from megazero.data.loader import Loader, Share
 
@@ -148,6 +148,36 @@ def test_a_corpus_without_a_document_for_training_is_named(tmp_path):
     assert isinstance(parts["train"], Blend) and not isinstance(parts["valid"], Blend)
 
 
+@pytest.mark.parametrize("order", ["keyed", "megatron"])
+def test_parts_that_get_nothing_are_told(tmp_path, order):
+    """A part without data is no evaluation at all, which nobody should find out after the run."""
+    unit = "sequence" if order == "megatron" else "document"
+
+    def told(*words, **data):
+        config = DataConfig(data_path=words, sample_order=order, **data)
+        counts = dict.fromkeys(("train", "valid", "test", "web"), 5)
+        return left_out(config, open_samples(config, seq_length=4, vocab_size=100, seed=1, counts=counts))
+
+    one, ten = corpus(tmp_path, [[1] * 9], "one"), corpus(tmp_path, [[2] * 9] * 10, "ten")
+    empty = corpus(tmp_path, [], "empty")
+    assert told(one) == [
+        f"no validation: no {unit} of {one} falls into its 3% of --split 969,30,1",
+        f"no test: no {unit} of {one} falls into its 0.1% of --split 969,30,1",
+    ]
+    assert told("1", one, "3", ten, split="8,2") == [
+        f"validation is without {one}: no {unit} of {one} falls into its 20% of --split 8,2"
+    ]
+    assert told(one, one, one, one, one, split="9,1")[0].startswith(
+        f"no validation: no {unit} of {one}, {one}, {one} and 2 more"
+    )
+    assert told(train_data_path=(ten,), valid_data_path=(empty,), valid_set=("web=1", ten, "2", empty)) == [
+        f"no validation: --valid-data-path {empty} holds no {unit} with tokens",
+        f"validation set web is without {empty}: --valid-set web: {empty} holds no {unit} with tokens",
+    ]
+    assert told(ten, split="8,2") == told(one, split="1") == told(train_data_path=(one,)) == []  # not asked for
+    assert left_out(DataConfig(mock_data=True), {}) == []
+
+
 def test_a_thousand_corpora(tmp_path):
     prefixes = labelled(tmp_path, 9, documents=2)
     words = [word for n in range(1000) for word in (str(n % 7), prefixes[n % 9])]
@@ -157,7 +187,7 @@ def test_a_thousand_corpora(tmp_path):
 
 
 def test_limit_on_open_files_is_raised_or_named(tmp_path, monkeypatch):
-    prefixes = labelled(tmp_path, 3)
+    prefixes = [("--data-path", prefix) for prefix in labelled(tmp_path, 3)]
     asked = []
     monkeypatch.setattr(corpora.resource, "setrlimit", lambda kind, limits: asked.append((kind, limits)))
     monkeypatch.setattr(corpora.resource, "getrlimit", lambda kind: (200, 4096))
@@ -217,6 +247,23 @@ def test_data_of_another_vocabulary_is_refused_c016(tmp_path):
         opened(other, prefix, vocab_size=97)
     with pytest.raises(ValueError, match=r"corpus was made with a vocabulary of 131"):
         opened(other, vocab_size=97, valid_set=("web=" + prefix,))
+
+
+@pytest.mark.parametrize("sidecar", [True, False])
+def test_the_flag_that_names_a_corpus_is_named_c016(tmp_path, sidecar):
+    good = corpus(tmp_path, [[1] * 9], vocab_size=90)
+    bad = corpus(tmp_path, [[130] * 9], "bad", vocab_size=131)
+    if not sidecar:
+        os.remove(bad + ".json")
+    for prefix in (bad, str(tmp_path / "nowhere")):
+        with pytest.raises(ValueError, match=f"^--train-data-path {prefix}"):
+            opened(train_data_path=(prefix,), vocab_size=97)
+        with pytest.raises(ValueError, match=f"^--valid-data-path {prefix}"):
+            opened(train_data_path=(good,), valid_data_path=(prefix,), vocab_size=97)
+        with pytest.raises(ValueError, match=f"^--valid-set web: {prefix}"):
+            opened(good, valid_set=("web=" + prefix,), vocab_size=97)
+        with pytest.raises(ValueError, match=f"^PREFIX {prefix}"):
+            open_samples(DataConfig(data_path=(prefix,)), seq_length=4, vocab_size=97, seed=1, flag="PREFIX")
 
 
 def test_ids_without_sidecar_are_checked_on_first_use_c016(tmp_path):

@@ -158,3 +158,12 @@ def test_three_commands_make_data_from_nothing(tmp_path):
     texts = [json.loads(line)["text"] for line in (tmp_path / "c.jsonl").open()]
     assert [built.decode(reader.document(i).tolist()) for i in range(reader.num_documents)] == texts
     assert all(reader.document(i)[-1] == built.eod for i in range(reader.num_documents))
+
+
+def test_an_output_that_cannot_be_is_named_with_its_flag(tmp_path):
+    (tmp_path / "in.txt").write_text("some text\n")
+    with pytest.raises(SystemExit, match="^make_corpus.py: error: --output /dev/null/x: the folder /dev/null cannot"):
+        make_corpus.main(["--output", "/dev/null/x", "--folder", str(tmp_path), "--pattern", "*"])
+    words = ["--input", str(tmp_path / "in.txt"), "--model-prefix", "/dev/null/x", "--vocab-size", "300"]
+    with pytest.raises(SystemExit, match="^train_tokenizer.py: error: --model-prefix /dev/null/x.model: the folder"):
+        train_tokenizer.main(words)

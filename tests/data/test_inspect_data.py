@@ -114,14 +114,19 @@ def test_sample_of_one_corpus_and_of_parts_with_data_of_their_own(tmp_path, caps
     [
         (["LETTERS", "--document", 2], "--document 2: .*letters has documents 0 to 1"),
         (["LETTERS", "--document", -1], "--document -1"),
-        (["nowhere"], "there is no file nowhere.idx"),
+        (["--train-data-path", "x", "--samples", 0, "--seq-length", 2], "--train-data-path x: there is no file x.idx"),
+        (
+            ["--train-data-path", "LETTERS", "--samples", 0, "--seq-length", 2, "--part", "test"],
+            "--part test is empty: --test-data-path gives it no token",
+        ),
+        (["nowhere"], "PREFIX nowhere: there is no file nowhere.idx"),
         (["LETTERS", "--sample", 0, "--seq-length", 2, "--part", "test"], "--part test is empty"),
         (["LETTERS", "--sample", 0, "--seq-length", 2, "--part", "other"], "--part other: give one of train, valid"),
-        (["LETTERS", "--sample", -1, "--seq-length", 2], "--samples: sample -1"),
+        (["LETTERS", "--sample", -1, "--seq-length", 2], "--samples -1: must be at least 0"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(letters, words, said):
-    with pytest.raises(SystemExit, match=f"inspect_data.py: error: .*{said}"):
+    with pytest.raises(SystemExit, match=f"^inspect_data.py: error: {said}"):
         inspect_data.main([str(word).replace("LETTERS", letters) for word in words])
 
 

@@ -152,6 +152,15 @@ def test_a_corpus_is_not_written_over_itself(tmp_path):
     assert read(prefix) == [[[1]]]
 
 
+def test_files_that_cannot_be_are_named_with_their_flag(tmp_path):
+    prefix = corpus(tmp_path / "x", [[[1]]])
+    with pytest.raises(ValueError, match="^--output-prefix /dev/null/x: the folder /dev/null cannot be made"):
+        merge(tmp_path, "--input", prefix, "--output-prefix", "/dev/null/x")
+    os.unlink(prefix + ".bin")
+    with pytest.raises(ValueError, match=rf"^--input {prefix}: there is no file .*x\.bin"):
+        merge(tmp_path, "--input", prefix)
+
+
 def test_damaged_corpus_is_named_in_one_line_c014(tmp_path):
     prefix = corpus(tmp_path / "x", [[[1, 2, 3]]])
     os.truncate(prefix + ".bin", 5)

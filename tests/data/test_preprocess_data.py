@@ -427,6 +427,13 @@ def test_two_runs_do_not_write_the_same_files(tmp_path):
     preprocess(tmp_path, "--input", source)
 
 
+def test_an_output_that_cannot_be_is_named_with_its_flag(tmp_path):
+    source = jsonl(tmp_path / "in.jsonl", "a")
+    for prefix, folder in (("/dev/null/x", "/dev/null"), ("/dev/null/y/x", "/dev/null/y")):
+        with pytest.raises(ValueError, match=f"^--output-prefix {prefix}: the folder {folder} cannot be made: "):
+            preprocess(tmp_path, "--input", source, "--output-prefix", prefix)
+
+
 def limit_file_size():
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 

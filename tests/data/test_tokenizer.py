@@ -247,6 +247,68 @@ def test_bad_file_is_named(tmp_path, kind, content):
         build(kind, tokenizer_model=str(path))
 
 
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"# Tokenizer\n", "is not JSON"),
+        ({"model": {}}, "is not a tokenizer.json: .*did not match"),
+        ({"model": BPE | {"vocab": {}}}, "the vocabulary is empty"),
+        ({"model": BPE | {"vocab": {"a": "x"}}}, 'invalid type: string "x"'),
+        ({"model": BPE | {"merges": ["a b"]}}, "merge 0, 'a b', is none of its vocabulary"),
+        ({"model": BPE | {"merges": [["a", 1]]}}, "merge 0, .'a', 1., is none"),
+        ({"model": BPE | {"merges": "a b"}}, "is not a tokenizer.json: "),
+        ({"model": BPE, "pre_tokenizer": {"type": "Cut"}}, "is not a tokenizer.json: "),
+        ({"model": BPE | {"vocab": {"a": 2**31}}}, "id of 'a' must be a number from 0 to 2.31 - 1, not 2147483648"),
+    ],
+)
+def test_damaged_tokenizer_json_is_one_line_with_its_flag(tmp_path, content, said):
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
+    with pytest.raises(ValueError, match=rf"^--tokenizer-model .*tokenizer\.json.* {said}"):
+        build("HFTokenizer", tokenizer_model=str(path))
+
+
+def test_merges_of_a_tokenizer_json_may_be_pairs_or_have_a_prefix(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    for merge, vocab, prefix in (
+        ("a b", {"ab": 2}, None),
+        (["a", "b"], {"ab": 2}, None),
+        ("a ##b", {"##b": 2, "ab": 3}, "##"),
+    ):
+        model = {"vocab": BPE["vocab"] | vocab, "merges": [merge], "continuing_subword_prefix": prefix}
+        path.write_text(json.dumps({"model": BPE | model}))
+        tokenizer = build("HFTokenizer", tokenizer_model=str(path))
+        assert tokenizer.encode("ab") == [tokenizer.vocab_size - 1]
+
+
+@pytest.mark.parametrize(
+    ("vocab", "said"),
+    [
+        (b"# Readme", "is not JSON"),
+        (b"{}", "the vocabulary is empty"),
+        (b'{"a": "x"}', "the id of 'a' must be a number from 0 to 2.31 - 1, not 'x'"),
+        (b'{"a": true}', "not True"),
+        (b'{"a": -1}', "not -1"),
+        (b'{"\\ud800": 0}', "holds half a character"),
+    ],
+)
+def test_damaged_gpt2_vocabulary_is_one_line_with_its_flag(tmp_path, vocab, said):
+    (tmp_path / "v.json").write_bytes(vocab)
+    (tmp_path / "m.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match=rf"^--vocab-file .*v\.json.* {said}"):
+        build("GPT2BPETokenizer", vocab_file=str(tmp_path / "v.json"), merge_file=str(tmp_path / "m.txt"))
+
+
+def test_merges_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "v.json").write_text('{"a": 0}')
+    (tmp_path / "m.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"^--merge-file .*m\.txt is not UTF-8"):
+        build("GPT2BPETokenizer", vocab_file=str(tmp_path / "v.json"), merge_file=str(tmp_path / "m.txt"))
+
+
 def test_smaller_vocab_size_than_the_tokenizer_is_refused():
     assert build("ByteTokenizer", 300).vocab_size == 257
     with pytest.raises(ValueError, match="--vocab-size 256 is less than the 257"):
