@@ -1,0 +1,189 @@
+"""A model of one's own: plain torch modules and a loss, trained by the same engine, ZeRO and checkpoints as GPT.
+
+    with open_ranks(Topology(pipeline=2, data=2)) as mesh:
+        model = OwnModel([plain("first", make_first), ...], loss, mesh, Setup(wire_shape))
+        model.train(example, steps=1000, micro_batches=8, learning_rate=1e-3)
+
+examples/own_model.py is a whole program.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from . import snapshot
+from .machine import Setup, assemble
+from .parallel.collectives import AgreedError, all_reduce
+from .parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
+from .parallel.params import adopt
+from .parallel.random import Draw, draw_seed, seed_generator
+from .parallel.topology import Topology
+from .parallel.zero import Rates
+from .pipe.lower import Program
+from .pipe.stage import LayerSpec
+from .trainer import Progress
+
+
+@dataclass(frozen=True)
+class Example:
+    """A micro-batch: what the first layer reads, and what the loss compares the output of the last one with."""
+
+    inputs: Tensor
+    targets: Tensor
+    draw: Draw | None = None        # root of the layers' random draws, set by OwnModel.step
+
+
+@contextmanager
+def open_ranks(topology: Topology) -> Iterator[Mesh]:
+    """Meet the processes that torchrun started, and leave them in good order. One process needs no torchrun.
+
+    Raises ValueError where their number is not the topology's.
+    """
+    world = World.from_environment()
+    if world.size != topology.world:
+        raise ValueError(f"{topology} needs {topology.world} processes, {world.size} were started")
+    device, backend = choose_device("auto", world.local_rank)
+    connect(world, device, backend)
+    try:
+        yield open_mesh(topology, device)
+    finally:
+        disconnect()
+
+
+def plain(
+    name: str, make: Callable[[], nn.Module], *, std: float = 0.02, cost: float = 1.0, recomputable: bool = False
+) -> LayerSpec:
+    """A layer made of a plain torch module that maps one tensor on; the first layer of a model gets the inputs.
+
+    `std` is that of its initial values: see `adopt`. What it draws in training, in dropout say, depends on the layer
+    and the micro-batch alone, so neither recomputation nor any layout changes it. Its weight gradients are never put
+    off.
+    """
+    def prepare(module: nn.Module, given: tuple[Tensor | None, Example]) -> tuple[Tensor]:
+        x, example = given
+        module.train(example.draw is not None)
+        if example.draw is not None:
+            seed_generator(example.inputs.device, draw_seed(example.draw, 0, name, None))
+        return (example.inputs if x is None else x,)
+
+    def build(mesh: Mesh) -> nn.Module:
+        module = adopt(make(), std=std)
+        module.register_forward_pre_hook(prepare)
+        return module
+
+    return LayerSpec(name, build, cost, recomputable)
+
+
+class _Loss(nn.Module):
+    """The last layer: its scale makes the sum over a global batch the mean."""
+
+    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.loss, self.scale = loss, 1.0
+
+    def forward(self, x: Tensor, example: Example) -> Tensor:
+        return self.loss(x, example.targets) * self.scale
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """What a checkpoint says of how it was made."""
+
+    layers: tuple[str, ...]
+    schedule: str
+    seed: int
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self))
+
+
+class OwnModel:
+    """A model in training. All ranks call its methods together.
+
+    layers  bottom up, made by `plain` or as LayerSpec of modules that take (hidden state or None, Example)
+    loss    (output of the last layer, targets) -> scalar, the mean over a micro-batch
+    setup   its wire_shape is that of the hidden states between any two layers where stages may meet
+    """
+
+    def __init__(
+        self, layers: Sequence[LayerSpec], loss: Callable[[Tensor, Tensor], Tensor], mesh: Mesh, setup: Setup
+    ) -> None:
+        self.mesh, self.setup, self.steps = mesh, setup, 0
+        self._loss = _Loss(loss)
+        self.layers = [*layers, LayerSpec("loss", lambda mesh: self._loss, cost=0.0)]
+        self.machine = assemble(self.layers, mesh, setup)
+
+    def train(
+        self, example: Callable[[int], Example], *, steps: int, micro_batches: int, learning_rate: float,
+        weight_decay: float = 0.0, save: Path | None = None,
+    ) -> list[float]:
+        """Train up to step `steps`; returns the losses, which rank 0 also prints.
+
+        A step takes the next `micro_batches` numbers, which the data ranks share in turn; `example` maps a number to
+        a micro-batch. With `save` it goes on from the newest checkpoint there is, and leaves one.
+        """
+        data, losses = self.mesh.data, []
+        if micro_batches % data.size:
+            raise ValueError(f"{micro_batches} micro-batches of a step are not evenly shared by {data.size} data ranks")
+        if save is not None:
+            self.load(save)
+        while self.steps < steps:
+            first = self.steps * micro_batches
+            mine = range(first + data.index, first + micro_batches, data.size)
+            losses.append(self.step(list(map(example, mine)), learning_rate=learning_rate, weight_decay=weight_decay))
+            if self.mesh.rank == 0:
+                print(f"step {self.steps}: loss {losses[-1]:.6f}")
+        if save is not None and losses:
+            self.save(save)
+        return losses
+
+    def step(self, examples: Sequence[Example], *, learning_rate: float, weight_decay: float = 0.0) -> float:
+        """Train on this data rank's micro-batches; returns the mean loss over those of all data ranks.
+
+        Data ranks bring micro-batches of one shape; ranks that differ along the pipeline alone bring the same ones.
+        Raises AgreedError where the loss or the gradient is not a finite number.
+        """
+        self.steps += 1
+        data = self.mesh.data
+        drawn = [
+            replace(example, draw=(self.setup.seed, self.steps, m * data.size + data.index))
+            for m, example in enumerate(examples)
+        ]
+        loss = self._mean(drawn, self.machine.train_program(len(drawn)))
+        update = self.machine.optimizer.step(Rates(learning_rate, weight_decay))
+        norm = update.norm.item()
+        if not (update.skipped or math.isfinite(loss) and math.isfinite(norm)):
+            raise AgreedError(f"step {self.steps}: loss {loss}, gradient norm {norm}: not finite")
+        return loss
+
+    def evaluate(self, examples: Sequence[Example]) -> float:
+        """The mean loss, with the modules in evaluation mode."""
+        return self._mean(examples, self.machine.evaluate_program(len(examples)))
+
+    def _mean(self, examples: Sequence[Example], program: Program) -> float:
+        device, loss_scale = self.mesh.device, self.machine.optimizer.loss_scale
+        count = all_reduce(torch.tensor(float(len(examples)), device=device), self.mesh.data)
+        self._loss.scale = loss_scale / count.item()
+        here = [replace(e, inputs=e.inputs.to(device), targets=e.targets.to(device)) for e in examples]
+        return self.machine.loss(here, program).item() / loss_scale
+
+    def save(self, root: Path) -> Path:
+        """Save all state under `root`; any layout can load it. Returns the checkpoint's folder."""
+        setup, names = self.setup, tuple(layer.name for layer in self.layers)
+        settings = _Settings(names, setup.pipelining.schedule, setup.seed)
+        return snapshot.save(root, self.machine.optimizer, self.mesh, config=settings, progress=Progress(self.steps))
+
+    def load(self, root: Path) -> bool:
+        """Go on from the newest complete checkpoint under `root`; False where there is none."""
+        folder = snapshot.find(root, None, speaks=self.mesh.rank == 0)
+        if folder is not None:
+            self.steps = snapshot.load(folder, self.machine.optimizer, self.mesh, moments=True).iteration
+        return folder is not None

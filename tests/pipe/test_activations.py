@@ -1,0 +1,153 @@
+"""What the engine holds, measured on gloo ranks: as many activations as on paper, and sent ones only until they are
+gone."""
+
+import functools
+import weakref
+
+import pytest
+import torch
+
+from megazero.parallel.groups import open_mesh
+from megazero.parallel.topology import Topology
+from megazero.parallel.weights import WeightQueue
+from megazero.pipe.engine import SENDS_UNDER_WAY, PipeEngine
+from megazero.pipe.lower import add_communication
+from megazero.pipe.p2p import Wires, edges_of
+from megazero.pipe.schedule import SCHEDULES
+from megazero.pipe.simulate import simulate
+from tests.harness import on_ranks
+from tests.pipe.test_engine import RUNS
+
+SHAPE = (2, 3)
+MEBIBYTE = 1 << 20
+options = {"dtype": torch.float64, "device": torch.device("cpu")}
+
+
+class Token:
+    """Something whose life can be watched."""
+
+
+class Alive:
+    """How many tokens live, and how many did at most."""
+
+    def __init__(self):
+        self.tokens, self.peak = weakref.WeakSet(), 0
+
+    def new(self):
+        token = Token()
+        self.tokens.add(token)
+        self.peak = max(self.peak, len(self.tokens))
+        return token
+
+
+class _Counted(torch.autograd.Function):
+    """Holds one token as long as its node lives, and one until its weight gradient is done."""
+
+    @staticmethod
+    def forward(ctx, x, live, held, queue):
+        ctx.live, ctx.held, ctx.queue = live.new(), held.new(), queue
+        return x + 1.0
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.queue.put(functools.partial(id, ctx.held))
+        return grad, None, None, None
+
+
+class Part:
+    """A stage that counts what is kept for its backward, together with the other stages of its rank."""
+
+    def __init__(self, live, held, is_last):
+        self.live, self.held, self.is_last, self.queue = live, held, is_last, WeightQueue()
+        self.first = torch.zeros(SHAPE, dtype=torch.float64, requires_grad=True)
+
+    def __call__(self, x, batch):
+        x = _Counted.apply(self.first if x is None else x, self.live, self.held, self.queue)
+        return x.sum() if self.is_last else x
+
+
+def count_activations(ranks, sizes):
+    """(peak of live, peak of held) of this rank, by schedule and number of micro-batches."""
+    mesh = open_mesh(Topology(pipeline=ranks))
+    found = {}
+    for name, chunks in RUNS:
+        schedule, stages = SCHEDULES[name], ranks * chunks
+        mine = [s for s, home in enumerate(schedule.homes(ranks, chunks)) if home == mesh.stage]
+        wires = Wires(mesh.pipeline, edges_of(add_communication(schedule(ranks, 1, chunks), stages)))
+        for micros in sizes:
+            live, held = Alive(), Alive()
+            parts = {s: Part(live, held, s == stages - 1) for s in mine}
+            queues = {s: part.queue for s, part in parts.items()}
+            engine = PipeEngine(parts, stages - 1, wires, queues=queues, **options)
+            engine.run(add_communication(schedule(ranks, micros, chunks), stages)[mesh.stage], [None] * micros, SHAPE)
+            assert not live.tokens and not held.tokens, "a step leaves nothing behind"
+            found[name, chunks, micros] = live.peak, held.peak
+            engine.run(
+                add_communication(schedule.forward_only(ranks, micros, chunks), stages)[mesh.stage], [None] * micros,
+                SHAPE,
+            )
+            assert not live.tokens and not held.tokens, "an evaluation keeps nothing"
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_rank_holds_as_many_activations_as_on_paper(ranks):
+    """Measured by what lives, at every forward: graphs until their backward, weight gradients until they are added."""
+    for rank, found in enumerate(on_ranks(ranks, count_activations, ranks, (1, 2, 5, 8))):
+        for (name, chunks, micros), peaks in found.items():
+            paper = simulate(add_communication(SCHEDULES[name](ranks, micros, chunks), ranks * chunks))
+            assert peaks == (paper.peak_live[rank], paper.peak_held[rank]), f"{name} x {chunks}, {micros}, rank {rank}"
+
+
+class Watched:
+    """A first stage, whose outputs are watched, or a last one. `ends_in` is its last operation."""
+
+    def __init__(self, stage, ends_in):
+        self.stage, self.ends_in = stage, ends_in
+        self.weight = torch.full((MEBIBYTE // 8, 1), 0.5, dtype=torch.float64, requires_grad=True)
+        self.outputs, self.most = [], 0
+
+    def __call__(self, x, batch):
+        if self.stage == 1:
+            return x.sum() * batch
+        out = self.ends_in(self.weight * batch)
+        self.outputs.append(out)
+        self.most = max(self.most, sum(self.sizes()) // MEBIBYTE)
+        return out
+
+    def sizes(self):
+        return [out.untyped_storage().nbytes() for out in self.outputs]
+
+
+def double(x):
+    """Its result is needed by nobody's backward."""
+    return x * 2.0
+
+
+def watch_outputs(ends_in, micros):
+    """(most outputs in memory at once, those in memory at the end, gradient of the weight) of the first rank."""
+    mesh = open_mesh(Topology(pipeline=2))
+    programs = add_communication(SCHEDULES["gpipe"](2, micros, 1), 2)
+    part = Watched(mesh.stage, ends_in)
+    engine = PipeEngine({mesh.stage: part}, 1, Wires(mesh.pipeline, edges_of(programs)), **options)
+    engine.run(programs[mesh.stage], [float(m) for m in range(micros)], (MEBIBYTE // 8, 1))
+    return part.most, sum(size > 0 for size in part.sizes()), part.weight.grad
+
+
+def test_a_sent_activation_is_freed_when_it_has_gone():
+    """In GPipe, which holds all micro-batches: at most the sends under way, the one that starts and the one being made
+    are in memory; at last none, though somebody has the tensors."""
+    micros = 12
+    most, left, grad = on_ranks(2, watch_outputs, double, micros)[0]
+    assert most <= SENDS_UNDER_WAY + 2 and left == 0
+    assert torch.equal(grad, torch.full_like(grad, 2.0 * sum(m * m for m in range(micros))))
+
+
+def test_an_output_that_a_node_saved_is_not_freed():
+    """tanh needs its result for its backward: freeing it would end in wrong gradients, or in a crash."""
+    micros = 12
+    most, left, grad = on_ranks(2, watch_outputs, torch.tanh, micros)[0]
+    assert most == left == micros
+    numbers = torch.arange(micros, dtype=torch.float64)
+    expected = (numbers * numbers * (1 - torch.tanh(0.5 * numbers).square())).sum()
+    torch.testing.assert_close(grad, torch.full_like(grad, expected.item()), rtol=1e-12, atol=0)

@@ -1,0 +1,104 @@
+"""A real run's trace: every rank writes what it did and when, and draw_schedule.py draws it as the schedule says."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import pretrain_gpt
+from megazero.pipe.instructions import Forward, ReduceGrads, render
+from megazero.pipe.lower import add_communication
+from megazero.pipe.schedule import SCHEDULES
+from megazero.pipe.trace import write_trace
+from scripts import draw_schedule
+from tests.harness import on_ranks
+from tests.training import SMALL
+
+RUNS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
+STEPS, TRACED, MICROS = 12, pretrain_gpt.TRACED_STEPS, 4
+
+
+def front_door(runs: list[str]) -> list[int]:
+    """pretrain_gpt.py's main in a world that is already there; the variables are those of torchrun."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    codes, leave = [], pretrain_gpt.disconnect
+    pretrain_gpt.disconnect = lambda: None                  # for the world serves several runs
+    for flags in runs:
+        codes.append(pretrain_gpt.main(flags.split()))
+    leave()
+    return codes
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two ranks' traces for each of RUNS, with evaluations between the steps."""
+    root = tmp_path_factory.mktemp("traces")
+    runs = [
+        f"{SMALL} --train-iters {STEPS} --eval-interval 5 --eval-iters 1 --split 1,1,1 --log-interval 100 "
+        f"--pipeline-model-parallel-size 2 --pipeline-schedule {name} --num-virtual-stages-per-pipeline-rank {chunks} "
+        f"--trace-pipeline {root / name}"
+        for name, chunks in RUNS.items()
+    ]
+    assert on_ranks(2, front_door, runs) == [[0] * len(runs)] * 2
+    return root
+
+
+def events_of(folder: Path, rank: int) -> list[dict]:
+    return json.loads((folder / f"trace_rank_{rank:04d}.json").read_text())["traceEvents"]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_every_rank_writes_its_program_with_times(traces: Path, name: str) -> None:
+    """The last steps, evaluations left out, in the format that browsers open: complete events, in microseconds."""
+    programs = add_communication(SCHEDULES[name](2, MICROS, RUNS[name]), 2 * RUNS[name])
+    files = sorted(file.name for file in (traces / name).iterdir())
+    assert files == ["trace_rank_0000.json", "trace_rank_0001.json"]
+    for rank, program in enumerate(programs):
+        events = events_of(traces / name, rank)
+        kinds = [type(op).__name__ for op in program]
+        assert [event["args"]["kind"] for event in events] == kinds * TRACED
+        numbers = [event["args"]["iteration"] for event in events]
+        assert numbers == [i for i in range(STEPS - TRACED + 1, STEPS + 1) for _ in program]
+        assert {(e["ph"], e["tid"], e["pid"]) for e in events} == {("X", rank, 0)}
+        for before, after in zip(events, events[1:], strict=False):
+            assert before["dur"] >= 0 and before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+def test_nothing_is_received_before_it_is_sent(traces: Path) -> None:
+    """The ranks' clocks are one on one host: a stage runs only after the stage below it ran."""
+    ends = {
+        (e["args"]["iteration"], e["args"]["micro"], e["args"]["stage"]): (e["ts"], e["ts"] + e["dur"])
+        for rank in range(2) for e in events_of(traces / "interleaved", rank) if e["args"]["kind"] == "Forward"
+    }
+    assert len(ends) == TRACED * MICROS * 4
+    for (iteration, micro, stage), (start, end) in ends.items():
+        # A forward's event includes waiting for its input, so it may begin before the stage below has ended.
+        assert stage == 0 or end >= ends[iteration, micro, stage - 1][1] and start <= end
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_trace_is_drawn_as_the_schedule_that_ran(
+    traces: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    lines, picture = tmp_path / "run.txt", tmp_path / "run.svg"
+    for file in (lines, picture):
+        assert draw_schedule.main(["--trace", str(traces / name), "--out", str(file)]) == 0
+    assert f"{name}, iteration {STEPS}: 2 ranks" in capsys.readouterr().out
+    orders = SCHEDULES[name](2, MICROS, RUNS[name])
+    assert lines.read_text().splitlines() == [f"{r}: {render(order)}" for r, order in enumerate(orders)]
+    assert "rank 1</text>" in picture.read_text() and picture.read_text().count("<rect") > sum(map(len, orders))
+
+
+def test_a_reduction_has_no_micro_batch(tmp_path: Path) -> None:
+    steps = [[(Forward(2, 1), 0.5, 0.75), (ReduceGrads(1), 0.75, 1.0)]]
+    file = write_trace(tmp_path / "new", 3, steps, 7)
+    assert file.name == "trace_rank_0003.json"
+    first, second = events_of(tmp_path / "new", 3)
+    assert first["name"] == "F2" and first["args"] == {"kind": "Forward", "micro": 2, "stage": 1, "iteration": 7}
+    assert (first["ts"], first["dur"]) == (0.5e6, 0.25e6)
+    assert second["args"] == {"kind": "ReduceGrads", "stage": 1, "iteration": 7}

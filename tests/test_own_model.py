@@ -1,0 +1,156 @@
+"""A model of one's own: the example is short, runs on four ranks as on one, and goes on from its checkpoint."""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import tokenize
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from examples.own_model import BATCH, LENGTH, WIDTH, Recurrent, example, loss, main
+from megazero.machine import Pipelining, Setup
+from megazero.own import Example, OwnModel, open_ranks, plain
+from megazero.parallel.collectives import AgreedError
+from megazero.parallel.groups import mesh_on_paper, open_mesh
+from megazero.parallel.params import adopt, collect, initialize
+from megazero.parallel.topology import Topology
+from megazero.pipe.stage import Recompute
+from megazero.precision import Dtypes
+from tests.harness import ROOT, on_ranks
+
+EXAMPLE = ROOT / "examples" / "own_model.py"
+FP64 = Dtypes(torch.float64, torch.float64)
+
+
+def lines_of_code(text: str) -> int:
+    """Lines with code on them: not blank, comment or docstring."""
+    words = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {n for t in tokens if t.type not in words for n in range(t.start[0], t.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node):
+            lines -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def test_the_example_has_less_than_forty_lines_of_code() -> None:
+    assert lines_of_code(EXAMPLE.read_text()) < 40
+
+
+def run_example(argv: list[str]) -> list[float]:
+    """The example's main in a world that is already there; the variables are those of torchrun."""
+    if torch.distributed.is_initialized():
+        rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    return main(argv)
+
+
+def test_the_example_runs_on_four_ranks_as_on_one_and_goes_on_from_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """fp32: pipeline 2 x data 2 saves after three steps, one rank goes on. It learns to add."""
+    whole = run_example(["--steps", "6", "--save", str(tmp_path / "one")])
+    assert capsys.readouterr().out.startswith(f"step 1: loss {whole[0]:.6f}\nstep 2: ")
+    assert whole[-1] < 0.3 * whole[0]
+    flags = ["--pipeline", "2", "--data", "2", "--schedule", "zb-h1", "--steps", "3", "--save", str(tmp_path / "four")]
+    for losses in on_ranks(4, run_example, flags):
+        assert losses == pytest.approx(whole[:3], rel=1e-5)
+    assert run_example(["--steps", "6", "--save", str(tmp_path / "four")]) == pytest.approx(whole[3:], rel=1e-4)
+    assert run_example(["--steps", "6", "--save", str(tmp_path / "four")]) == [], "there is nothing left to do"
+
+
+class Noisy(nn.Module):
+    """A layer that draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = Recurrent(), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.inner(x))
+
+
+NOISY = [
+    plain("enter", lambda: nn.Linear(2, WIDTH), std=0.5, cost=0.0),
+    *(plain(f"noisy.{i}", Noisy, std=0.2, recomputable=True) for i in range(5)),
+    plain("leave", lambda: nn.Linear(WIDTH, 1), std=0.2, cost=0.0),
+]
+RUNS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+
+
+def wide(number: int) -> Example:
+    one = example(number)
+    return Example(one.inputs[:4, :2].double(), one.targets[:2].double())
+
+
+def train_noisy(pipeline: int, data: int, runs: list[tuple[str, int]], recompute: Recompute) -> list[list[float]]:
+    """Losses of three steps and of an evaluation, by run."""
+    mesh, found = open_mesh(Topology(pipeline, data)), []
+    for name, chunks in runs:
+        setup = Setup((4, 2, WIDTH), FP64, pipelining=Pipelining(name, chunks), recompute=recompute)
+        model = OwnModel(NOISY, loss, mesh, setup)
+        losses = model.train(wide, steps=3, micro_batches=4, learning_rate=3e-3)
+        mine = [wide(number) for number in range(4)[mesh.data.index :: data]]
+        found.append([*losses, model.evaluate(mine)])
+    return found
+
+
+def test_any_schedule_and_layout_trains_it_alike_though_its_layers_draw() -> None:
+    """To 1e-10 in fp64, with dropout of plain torch and full recomputation, on pipeline 2 x data 2."""
+    (want,) = train_noisy(1, 1, RUNS[:1], Recompute())
+    for found in on_ranks(4, train_noisy, 2, 2, RUNS, Recompute("uniform", 1)):
+        for (name, _), losses in zip(RUNS, found, strict=True):
+            assert losses == pytest.approx(want, rel=1e-10), name
+
+
+def test_a_plain_module_is_declared_whole_and_starts_the_same_on_every_rank() -> None:
+    """Matrices are drawn, biases are zero and do not decay, as the weights of norms do not, which are one."""
+    filled = []
+    for rank in range(4):
+        mesh = mesh_on_paper(Topology(2, 2), rank)
+        module = adopt(Recurrent(), std=0.5)
+        infos = collect([("layer", module)])
+        initialize(infos, mesh.topology, rank, seed=7)
+        filled.append([info.tensor.detach().clone() for info in infos])
+    assert all(torch.equal(a, b) for other in filled[1:] for a, b in zip(filled[0], other, strict=True))
+    values = dict(zip([info.name for info in infos], filled[0], strict=True))
+    assert list(values) == ["layer.norm.weight", "layer.norm.bias", *(f"layer.lstm.{name}_l0" for name in (
+        "weight_ih", "weight_hh", "bias_ih", "bias_hh"))]
+    for info in infos:
+        value, is_matrix = values[info.name], info.tensor.ndim == 2
+        assert info.decay is is_matrix and info.spec.shape == tuple(value.shape)
+        expected = 0.5 if is_matrix else 0.0
+        assert value.std().item() == pytest.approx(expected, rel=0.05)
+        assert is_matrix or bool((value == float("norm.weight" in info.name)).all())
+
+
+def test_what_a_checkpoint_would_lose_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"BatchNorm1d.running_mean is not trained, so no checkpoint would hold it"):
+        adopt(nn.BatchNorm1d(3), std=0.1)
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    frozen[1].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"Sequential.1.weight is not trained"):
+        adopt(frozen, std=0.1)
+
+
+def test_wrong_sizes_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ValueError, match=r"pipeline=2, data=2.* needs 4 processes, 1 were started"):
+        with open_ranks(Topology(2, 2)):
+            pass
+    model = OwnModel(NOISY, loss, mesh_on_paper(Topology(), 0), Setup((LENGTH, BATCH, WIDTH), FP64))
+    model.mesh = mesh_on_paper(Topology(data=3), 0)
+    with pytest.raises(ValueError, match="8 micro-batches of a step are not evenly shared by 3 data ranks"):
+        model.train(wide, steps=1, micro_batches=8, learning_rate=1e-3)
+
+
+def test_a_loss_that_is_no_number_ends_the_run() -> None:
+    setup = Setup((4, 2, WIDTH), FP64)
+    model = OwnModel(NOISY, lambda x, sums: loss(x, sums) / 0.0, mesh_on_paper(Topology(), 0), setup)
+    with pytest.raises(AgreedError, match="step 1: loss inf, gradient norm .*: not finite"):
+        model.step([wide(0)], learning_rate=1e-3)
