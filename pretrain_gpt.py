@@ -9,7 +9,7 @@ import json
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,49 +17,52 @@ import torch
 
 from megazero import snapshot
 from megazero.batch_sizes import BatchSizes, constant
-from megazero.checkpoint import folder_of
+from megazero.checkpoint import folder_of, latest
 from megazero.checkpoint_index import read_index
-from megazero.config import Config, check_world
-from megazero.data.corpora import open_samples
+from megazero.config import Config, DataConfig, LoggingConfig, check_world
+from megazero.data.corpora import left_out, open_samples
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import parse
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import Kernels, use_triton
-from megazero.lr_schedule import make_schedule, print_lr_lines
+from megazero.loss_scale import make_loss_scaler
+from megazero.lr_curves import Done
+from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
 from megazero.machine import Machine, Pipelining, Setup, assemble
 from megazero.metrics import Metrics, check_folder, check_places, model_flops
-from megazero.parallel.collectives import AgreedError
+from megazero.parallel.collectives import AgreedError, gather_objects
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.topology import Topology
+from megazero.parallel.zero import Zero
 from megazero.pipe.split import Split
 from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
 from megazero.plan import describe_layout, plan_stages
 from megazero.precision import dtypes
-from megazero.resume import check_same_model, differences, with_saved_schedule
-from megazero.trainer import Feed, Progress, Trainer
+from megazero.resume import check_same_model, differences, with_agreed_schedule
+from megazero.trainer import Feed, Progress, Schedules, Trainer
 
 TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The run that the flags ask for. Returns the exit code: 0, or 2 where the flags or files are wrong."""
-    world = World.from_environment()
-    speaks = world.local_rank == 0
+    world = World()
     try:
+        world = World.from_environment()
         config, notices = parse(sys.argv[1:] if argv is None else argv)
         if answer(config, world):
             return 0
         plan = prepare(config, world)
-    except ValueError as wrong:
-        if speaks:
+    except (ValueError, OSError) as wrong:
+        if world.local_rank == 0:
             print(f"pretrain_gpt.py: error: {wrong}", file=sys.stderr)
         return 2
     try:
         run(plan, world, notices)
-    except ValueError as wrong:
+    except (ValueError, OSError) as wrong:
         if world.rank == 0 or not isinstance(wrong, AgreedError):
             print(f"pretrain_gpt.py: error: {wrong}", file=sys.stderr, flush=True)
         return 1
@@ -77,8 +80,11 @@ def answer(config: Config, world: World) -> bool:
         lines.append(config.to_json())
     if asked.print_lr:
         sizes = config.batch.sizes(config.parallel.data_size(size), config.model.seq_length)
-        schedule = make_schedule(config.schedule, config.batch, sizes.last)
-        lines += print_lr_lines(schedule, map(sizes.consumed, range(asked.print_lr)))
+        schedule = schedule_of(config, sizes)
+        for line in schedule.warnings(asked.print_lr) if world.rank == 0 else ():
+            print(f"warning: {line}", file=sys.stderr)
+        samples = map(sizes.consumed, range(asked.print_lr))
+        lines += print_lr_lines(schedule, (Done(k, n, n * config.model.seq_length) for k, n in enumerate(samples)))
     if asked.print_layout:
         check_world(config, size)
         vocab = config.model.vocab_size or build_tokenizer(config.data).vocab_size
@@ -104,35 +110,41 @@ class Plan:
     rules: DocumentRules
     checkpoint: Path | None         # to start from
     changed: tuple[str, ...]        # settings that differ from the checkpoint's
+    parameters: int                 # of the whole model
 
 
 def prepare(config: Config, world: World) -> Plan:
     """Check sizes, files and settings. Raises ValueError with one line for the first thing that is wrong."""
     check_world(config, world.size)
-    make_schedule(config.schedule, config.batch, 1)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab = config.model.vocab_size or tokenizer.vocab_size
     sizes = config.batch.sizes(config.parallel.data_size(world.size), config.model.seq_length)
+    schedule_of(config, sizes)
     samples, rules = open_parts(config, tokenizer, vocab, sizes), rules_of(config, tokenizer)
     check_places(config.logging)
-    check_save(config)
     checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
+    check_save(config, checkpoint)
     changed: tuple[str, ...] = ()
-    iterations = config.batch.iterations(sizes)
+    iterations = config.batch.iterations(sizes, seq_length=config.model.seq_length)
     if checkpoint is not None:
         index = read_index(checkpoint)[0]
         saved = Config.from_json(json.dumps(index.config))
         check_same_model(saved, config)
         if not config.checkpoint.finetune:
-            config = with_saved_schedule(saved, config)
+            config = with_agreed_schedule(saved, config)
+            schedule_of(config, sizes)
             done, consumed = (int(index.progress[name]) for name in ("iteration", "consumed_samples"))
-            iterations = config.batch.iterations(sizes, done=done, consumed_samples=consumed)
+            iterations = config.batch.iterations(
+                sizes, seq_length=config.model.seq_length, done=done, consumed_samples=consumed
+            )
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
     use_triton(torch.empty(0, device=device), norm_impl(config))
+    layers, topology, how = layers_of(config, vocab), topology_of(config, world.size), pipelining_of(config)
+    parameters = sum(stage.recorded for stage in plan_stages(layers, topology, how))
     return Plan(
-        config, topology_of(config, world.size), tokenizer, vocab, layers_of(config, vocab), pipelining_of(config),
-        sizes, iterations, samples, rules, checkpoint, changed,
+        config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, changed,
+        parameters,
     )
 
 
@@ -142,12 +154,14 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
     connect(world, device, backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     mesh = open_mesh(plan.topology, device)
+    check_same_everywhere(plan, mesh)
     iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
         flops=model_flops(config.model, vocab=plan.vocab, batch=1) / config.model.seq_length,
     )
-    for line in (*notices, describe(plan)):
+    silent = left_out(config.data, plan.samples) if config.batch.eval_interval and not config.data.mock_data else ()
+    for line in (*notices, describe(plan), *silent):
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
     trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)
@@ -163,6 +177,22 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     return progress
 
 
+def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
+    """Hosts that see other files must not train together: raises AgreedError where the settings or the checkpoint
+    differ between ranks."""
+    checkpoint = None if plan.checkpoint is None else (plan.checkpoint.name, read_index(plan.checkpoint)[0].progress)
+    settings = replace(plan.config, logging=LoggingConfig(), data=DataConfig(mock_data=True))    # paths may differ
+    told = gather_objects((checkpoint, settings), mesh.world)
+    for rank, (other, theirs) in enumerate(told):
+        if other != told[0][0]:
+            raise AgreedError(
+                f"rank {rank} would start from {other and other[0]} and rank 0 from {told[0][0] and told[0][0][0]}: "
+                "the folder of checkpoints (--load, --save) must be the same one on all hosts"
+            )
+        if theirs != told[0][1]:
+            raise AgreedError(f"rank {rank} was started with other flags than rank 0")
+
+
 def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     """The trainer of this rank, and the progress it starts from."""
     config, topology = plan.config, plan.topology
@@ -172,16 +202,29 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
         how = Recompute(config.recompute.recompute_method, config.recompute.layers)
     feeds = open_feeds(plan, mesh)
     wire_shape = (model.seq_length // topology.tensor, config.batch.micro_batch_size, model.hidden_size)
-    setup = Setup(wire_shape, dtypes(config.precision), config.optimizer, plan.pipelining, how, config.run.seed)
+    setup = Setup(
+        wire_shape, dtypes(config.precision), config.optimizer, zero_of(config), plan.pipelining, how, config.run.seed,
+        residual_of(config),
+    )
     example = feeds["train"].example() if plan.pipelining.split.weighs == "seconds" else None
     machine = assemble(plan.layers, mesh, setup, example)
-    schedule = make_schedule(config.schedule, config.batch, plan.sizes.last)
+    schedule = schedule_of(config, plan.sizes)
+    for line in schedule.warnings(plan.iterations):
+        metrics.say(f"warning: {line}")
     progress = load(plan, machine, metrics)
+    schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
-        machine, feeds, schedule, batch=config.batch, seq_length=model.seq_length, metrics=metrics,
+        machine, feeds, schedules, batch=config.batch, seq_length=model.seq_length, metrics=metrics,
         save=partial(save, plan, machine, metrics),
     )
     return trainer, progress
+
+
+def schedule_of(config: Config, sizes: BatchSizes) -> Schedule:
+    """What each step updates with. Raises ValueError where the flags do not say it, or not all of them can be."""
+    return make_schedule(
+        config.schedule, config.batch, sizes, seq_length=config.model.seq_length, named=config.deepspeed_schedule
+    )
 
 
 def topology_of(config: Config, world_size: int) -> Topology:
@@ -189,6 +232,16 @@ def topology_of(config: Config, world_size: int) -> Topology:
     parallel = config.parallel
     return Topology(
         parallel.pipeline_model_parallel_size, parallel.data_size(world_size), parallel.tensor_model_parallel_size
+    )
+
+
+def zero_of(config: Config) -> Zero:
+    """What is cut over the data ranks, and what runs beside the computation."""
+    asked = config.optimizer
+    return Zero(
+        asked.zero_stage, asked.clip_grad, asked.bucket_size, asked.overlap_grad_reduce, asked.overlap_param_gather,
+        torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
+        make_loss_scaler(config.precision) if config.precision.fp16 else None,
     )
 
 
@@ -212,9 +265,14 @@ def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
         GPTSetup(
             config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
             selective=config.recompute.recompute_granularity == "selective",
-            norm_impl=norm_impl(config),
+            norm_impl=norm_impl(config), residual=residual_of(config),
         )
     )
+
+
+def residual_of(config: Config) -> torch.dtype | None:
+    """The dtype of the residual stream, where it is not that of the parameters."""
+    return torch.float32 if config.precision.fp32_residual_connection else None
 
 
 def norm_impl(config: Config) -> str:
@@ -239,7 +297,7 @@ def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSiz
 def samples_taken(config: Config, sizes: BatchSizes) -> dict[str, int]:
     """How many samples Megatron would say that the run takes of each part; its order of samples depends on it."""
     batch = config.batch
-    steps = batch.iterations(sizes)
+    steps = batch.iterations(sizes, seq_length=config.model.seq_length)
     if batch.train_samples is not None and sizes.consumed(steps) > batch.train_samples:
         steps -= 1      # it leaves out a batch that is not whole
     evaluation = batch.eval_iters * sizes.last if batch.eval_interval else 0
@@ -274,14 +332,27 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
             vocab_size=plan.vocab, seed=config.run.seed, rules=rules,
             num_workers=config.data.num_workers if reads else 0,
         )
-        feeds[name] = Feed(loader, mesh, reads)
+        feeds[name] = Feed(loader, mesh, reads, homes[-1])
     return feeds
 
 
-def check_save(config: Config) -> None:
-    """Raises ValueError where --save could not be made or written to. Makes nothing."""
-    if config.checkpoint.save is not None:
-        check_folder("--save", Path(config.checkpoint.save))
+def check_save(config: Config, checkpoint: Path | None) -> None:
+    """Raises ValueError where --save could not be made or written to, or holds what this run would mix itself with:
+    checkpoints later than the one it starts from, unless --ckpt-step goes back on purpose. Makes nothing."""
+    if config.checkpoint.save is None:
+        return
+    root = Path(config.checkpoint.save)
+    check_folder("--save", root)
+    newest = latest(root, say=lambda line: None)
+    start = 0
+    if checkpoint is not None and not config.checkpoint.finetune:
+        start = int(read_index(checkpoint)[0].progress["iteration"])
+    goes_back = config.checkpoint.ckpt_step is not None and checkpoint is not None and checkpoint.parent == root
+    if newest is not None and newest > start and not goes_back:
+        raise ValueError(
+            f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration {start}: "
+            "give another folder, go on from there (--load, --auto-resume), or remove what is later"
+        )
 
 
 def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:
@@ -324,7 +395,7 @@ def save(plan: Plan, machine: Machine, metrics: Metrics, progress: Progress) -> 
 
 def describe(plan: Plan) -> str:
     """The layout in one line."""
-    t, count = plan.topology, sum(stage.recorded for stage in plan_stages(plan.layers, plan.topology, plan.pipelining))
+    t, count = plan.topology, plan.parameters
     schedule = f" ({plan.pipelining.schedule})" if t.pipeline > 1 else ""
     return (
         f"{t.world} ranks: tensor {t.tensor} x pipeline {t.pipeline}{schedule} x data {t.data}, {count:,} parameters"

@@ -114,7 +114,7 @@ def latest(root: Path, *, say: Callable[[str], None] = print) -> int | None:
             read_index(folder)
         except FileNotFoundError:
             say(f"{folder}: has no {INDEX}: a save that was not completed; ignored")
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             say(f"{error}; ignored")
         else:
             return iteration

@@ -13,7 +13,9 @@ from typing import Literal, get_type_hints
 
 from .config_data import BatchConfig, DataConfig
 from .config_parallel import ParallelConfig
-from .settings import at_most_one, check_fields, flag, sections_from_dict
+from .config_precision import PrecisionConfig
+from .config_schedule import DeepSpeedScheduleConfig, ScheduleConfig, check_schedule
+from .settings import check_fields, flag, sections_from_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class ModelConfig:
     kv_channels: int | None = flag(None, "size of one head; default: hidden / heads", at_least=1)
     num_query_groups: int | None = flag(None, "key and value heads; default: as the query heads", at_least=1)
     group_query_attention: bool = flag(False, "grouped-query attention; without --num-query-groups one group")
-    vocab_size: int | None = flag(None, "tokens before padding; default: the tokenizer's", at_least=1)
+    vocab_size: int | None = flag(None, "tokens before padding; default: the tokenizer's", at_least=2)
     make_vocab_size_divisible_by: int = flag(128, "times the tensor size: unit of the padded vocabulary", at_least=1)
     normalization: Literal["LayerNorm", "RMSNorm"] = flag("LayerNorm", "which norm, in any case")
     norm_epsilon: float = flag(1e-5, "epsilon of the norms", above=0)
@@ -150,86 +152,36 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """Adam with decoupled weight decay. Learning rate and weight decay are the schedule's."""
+    """Adam with decoupled weight decay, or another rule. Learning rate and weight decay are the schedule's."""
 
-    optimizer: Literal["adam"] = flag("adam", "which optimizer")
+    optimizer: Literal["adam", "sgd", "lamb", "muon"] = flag("adam", "which optimizer; muon: Adam but for matrices")
+    decoupled_weight_decay: bool = flag(True, "AdamW; --no-decoupled-weight-decay: decay as an L2 term, as Adam had it")
+    sgd_momentum: float = flag(0.9, "momentum of sgd", at_least=0, below=1)
     adam_beta1: float = flag(0.9, "decay of the first moment", at_least=0, below=1)
     adam_beta2: float = flag(0.999, "decay of the second moment", at_least=0, below=1)
     adam_eps: float = flag(1e-8, "epsilon of the denominator", at_least=0)
+    lamb_min_coeff: float = flag(0.01, "smallest trust ratio of lamb", above=0)
+    lamb_max_coeff: float = flag(10.0, "largest trust ratio of lamb", above=0)
+    muon_momentum: float = flag(0.95, "momentum of muon", at_least=0, below=1)
+    muon_num_ns_steps: int = flag(5, "steps of muon's Newton-Schulz iteration", at_least=1)
+    muon_bf16: bool = flag(False, "that iteration in bf16; else in the dtype of the master weights")
     clip_grad: float = flag(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
-    zero_stage: int = flag(1, "1: optimizer states are cut over the data ranks; 0 is computed as 1", at_least=0)
+    zero_stage: int = flag(1, "cut over the data ranks: 0 nothing, 1 optimizer states, 2 gradients too", at_least=0)
+    bucket_size: int = flag(40_000_000, "elements that are reduced together", at_least=1)
+    overlap_grad_reduce: bool = flag(False, "reduce gradients while the last backward runs")
+    overlap_param_gather: bool = flag(False, "gather parameters while the next forward runs")
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.zero_stage > 1:
+        if self.lamb_min_coeff > self.lamb_max_coeff:
             raise ValueError(
-                f"--zero-stage {self.zero_stage}: must be 0 or 1, for cutting gradients and parameters over the data "
-                "ranks is not available yet"
+                f"--lamb-min-coeff {self.lamb_min_coeff}: must be at most --lamb-max-coeff {self.lamb_max_coeff}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """Learning rate and weight decay over the run; the formulas are in lr_schedule.py."""
-
-    lr: float | None = flag(None, "largest learning rate", at_least=0)
-    min_lr: float = flag(0.0, "smallest learning rate", at_least=0)
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = flag("linear", "the shape")
-    lr_decay_iters: int | None = flag(None, "steps until the smallest rate; default: the whole run", at_least=1)
-    lr_decay_samples: int | None = flag(None, "samples until the smallest rate; default: the run", at_least=1)
-    lr_warmup_iters: int = flag(0, "steps of warm-up", at_least=0)
-    lr_warmup_samples: int = flag(0, "samples of warm-up", at_least=0)
-    lr_warmup_fraction: float | None = flag(None, "warm-up as a share of the decay", at_least=0, below=1)
-    lr_warmup_init: float = flag(0.0, "learning rate at the start of the warm-up", at_least=0)
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = flag("exponential", "its shape")
-    lr_wsd_decay_iters: int | None = flag(None, "steps of the tail of WSD", at_least=1)
-    lr_wsd_decay_samples: int | None = flag(None, "samples of the tail of WSD", at_least=1)
-    weight_decay: float = flag(0.01, "decoupled weight decay, not of biases and norms", at_least=0)
-    start_weight_decay: float | None = flag(None, "weight decay at the first step", at_least=0)
-    end_weight_decay: float | None = flag(None, "weight decay at the last step", at_least=0)
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = flag("constant", "shape between the two")
-    override_opt_param_scheduler: bool = flag(False, "on resume this schedule counts, not the checkpoint's")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.lr is not None:
-            for name, value in (("--min-lr", self.min_lr), ("--lr-warmup-init", self.lr_warmup_init)):
-                if value > self.lr:
-                    raise ValueError(f"{name} {value} is above --lr {self.lr}")
-        warmup = {"--lr-warmup-iters": self.lr_warmup_iters, "--lr-warmup-samples": self.lr_warmup_samples}
-        at_most_one({"--lr-warmup-fraction": self.lr_warmup_fraction or None, **warmup})
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
-            raise ValueError("--lr-decay-style WSD needs --lr-wsd-decay-iters or --lr-wsd-decay-samples")
-        self._check_weight_decay()
-
-    def lengths(self, unit: str) -> dict[str, int | None]:
-        """Flag -> value of the decay, the warm-up and the tail in "iters" or in "samples"; None where not given."""
-        if unit == "iters":
-            values = (self.lr_decay_iters, self.lr_warmup_iters or None, self.lr_wsd_decay_iters)
-        else:
-            values = (self.lr_decay_samples, self.lr_warmup_samples or None, self.lr_wsd_decay_samples)
-        return dict(zip((f"--lr-decay-{unit}", f"--lr-warmup-{unit}", f"--lr-wsd-decay-{unit}"), values, strict=True))
-
-    def _check_weight_decay(self) -> None:
-        start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
-        constant, given = style == "constant", [value is not None for value in (start, end)]
-        if any(given) if constant else not all(given):
-            rule = "excludes" if constant else "needs"
-            raise ValueError(f"--weight-decay-incr-style {style} {rule} --start-weight-decay and --end-weight-decay")
-        if not constant and end < start:
-            raise ValueError(f"--end-weight-decay {end} is below --start-weight-decay {start}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecisionConfig:
-    """Numbers: fp32 unless told otherwise."""
-
-    bf16: bool = flag(False, "parameters and activations in bfloat16; masters, gradients and moments in fp32")
-    fp64: bool = flag(False, "everything in double precision, for proofs")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        at_most_one({"--bf16": self.bf16, "--fp64": self.fp64})
+        if self.zero_stage > 2:
+            raise ValueError(
+                f"--zero-stage {self.zero_stage}: must be 0, 1 or 2, for cutting parameters over the data ranks is not "
+                "available yet"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +276,7 @@ class Config:
     batch: BatchConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    deepspeed_schedule: DeepSpeedScheduleConfig = field(default_factory=DeepSpeedScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -334,7 +287,7 @@ class Config:
     def __post_init__(self) -> None:
         check_layout(self.model, self.parallel)
         self.parallel.chunks(self.model.num_layers)
-        check_run_length(self.batch, self.schedule)
+        check_schedule(self.batch, self.schedule, self.deepspeed_schedule)
         self.batch.sizes(1, self.model.seq_length)
         chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
         if chunk is not None and chunk > layers:
@@ -369,26 +322,6 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"--num-layers {model.num_layers} is below --pipeline-model-parallel-size {pipeline}: "
             "each stage needs a layer"
         )
-
-
-def check_run_length(batch: BatchConfig, schedule: ScheduleConfig) -> None:
-    """A run counts in iterations or in samples, never in both, and its warm-up ends before its decay."""
-    lengths = {"iters": batch.train_iters, "samples": batch.train_samples}
-    unit = "iters" if batch.train_samples is None else "samples"
-    if lengths[unit] is None:
-        return
-    length_flag, length = f"--train-{unit}", lengths[unit]
-    for name, value in schedule.lengths("samples" if unit == "iters" else "iters").items():
-        if value is not None:
-            raise ValueError(f"{length_flag} {length} and {name} {value}: count all in iterations or all in samples")
-    (decay_flag, decay), (warmup_flag, warmup), (tail_flag, tail) = schedule.lengths(unit).items()
-    if decay is None:
-        decay_flag, decay = length_flag, length
-    warmup = warmup or (schedule.lr_warmup_fraction or 0) * decay
-    if warmup >= decay:
-        raise ValueError(f"{warmup_flag} {warmup} must be below {decay_flag} {decay}")
-    if schedule.lr_decay_style == "WSD" and warmup + tail > decay:
-        raise ValueError(f"{tail_flag} {tail} and a warm-up of {warmup:g} do not fit into {decay_flag} {decay}")
 
 
 def check_world(config: Config, world_size: int) -> None:

@@ -46,6 +46,7 @@ class BatchConfig:
     step_batch_size_schedule: tuple[str, ...] = flag((), "TOKENS:SIZE ...: global batch by tokens, as 0:768 250B:1536")
     train_iters: int | None = flag(None, "stop after this many optimizer steps", at_least=1)
     train_samples: int | None = flag(None, "stop after this many samples, the last batch whole", at_least=1)
+    train_tokens: int | None = flag(None, "stop after this many tokens, if that comes before the end", at_least=1)
     eval_interval: int | None = flag(None, "steps between evaluations; default: never", at_least=1)
     eval_iters: int = flag(100, "global batches of one evaluation", at_least=0)
     exit_interval: int | None = flag(None, "save and leave at a multiple of this many steps", at_least=1)
@@ -88,18 +89,30 @@ class BatchConfig:
             )
         return batch // each
 
-    def iterations(self, sizes: BatchSizes | int, *, done: int = 0, consumed_samples: int = 0) -> int:
+    def iterations(
+        self, sizes: BatchSizes | int, *, seq_length: int | None = None, done: int = 0, consumed_samples: int = 0
+    ) -> int:
         """Optimizer steps of the whole run, of which `done` have consumed so many samples.
 
-        --train-iters, or as many as consume --train-samples, the last batch whole. `sizes` is the one size of the
-        global batch, or what it is when.
+        --train-iters, or as many as consume --train-samples, the last batch whole; fewer where --train-tokens is
+        reached before. `sizes` is the one size of the global batch, or what it is when; `seq_length`, the tokens of a
+        sample, is asked for only by --train-tokens.
         """
-        if self.train_iters is not None:
-            return self.train_iters
-        if self.train_samples is None:
-            raise ValueError("the length of the run is missing: give --train-iters or --train-samples")
+        lengths = [] if self.train_iters is None else [self.train_iters]
         sizes = constant(sizes) if isinstance(sizes, int) else sizes
-        return done + sizes.steps(self.train_samples, consumed_samples)
+        for samples in (self.train_samples, self.samples_of_tokens(seq_length)):
+            if samples is not None:
+                lengths.append(done + sizes.steps(samples, consumed_samples))
+        if not lengths:
+            raise ValueError("the length of the run is missing: give --train-iters or --train-samples, or in tokens")
+        return min(lengths)
+
+    def samples_of_tokens(self, seq_length: int | None) -> int | None:
+        """Samples that hold --train-tokens, the last one whole; None where that is not given."""
+        if self.train_tokens is None:
+            return None
+        assert seq_length is not None, "--train-tokens is given, so the tokens of a sample must be"
+        return -(-self.train_tokens // seq_length)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import Any
 
 from .config import SECTIONS, Config
 from .config_data import NUMBER
+from .config_schedule import needs_lr
 from .settings import Setting, flag_name, section_settings
 
 # Another family's or an older name of a field.
@@ -28,6 +29,7 @@ RENAMED = {
     "checkpoint-num-layers": "recompute_num_layers",
     "activations-checkpoint-num-layers": "recompute_num_layers",
     "activations-checkpoint-method": "recompute_method",
+    "lr-schedule": "lr_scheduler",
 }
 
 # Flags that set fields: those of the first dict always, those of the second where no other flag does.
@@ -58,27 +60,25 @@ ACCEPTED = {
     "fusing or not changes speed only": """no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion
         no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion
         cross-entropy-fusion-impl=""",
-    "overlap changes speed only": """overlap-grad-reduce overlap-param-gather tp-comm-overlap
+    "overlap changes speed only": """tp-comm-overlap
         no-async-tensor-model-parallel-allreduce""",
     "the sequence is always cut over the tensor ranks between layers": """sequence-parallel
         distribute-saved-activations partition-activations""",
-    "optimizer states are always cut over the data ranks": "use-distributed-optimizer",
-    "gradients are always accumulated and reduced in fp32 or wider": "accumulate-allreduce-grads-in-fp32",
-    "softmax is always computed in fp32 or wider": "attention-softmax-in-fp32",
+    "optimizer states are cut over the data ranks, but with --zero-stage 0": "use-distributed-optimizer",
+    "gradients are always accumulated in fp32 or wider": "accumulate-allreduce-grads-in-fp32",
+    "softmax and loss are always computed in fp32 or wider": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
     "query-key layer scaling cancels out but for rounding": """no-query-key-layer-scaling
         apply-query-key-layer-scaling""",
     "a stored scale minus one trains alike": "apply-layernorm-1p",
     "the loss is always the mean over all tokens of the global batch": "calculate-per-token-loss",
     "weights never depend on the layout": "use-cpu-initialization",
     "every gradient is checked": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
-    "they concern the loss scale of fp16": "hysteresis= initial-loss-scale= min-loss-scale= loss-scale-window=",
     "there is no index to cache": "data-cache-path=",
     "there is no generator state to save": "no-load-rng no-save-rng",
     "there is one checkpoint format, which any layout reads": """ckpt-format= dist-ckpt-format= auto-detect-ckpt-format
         dist-ckpt-strictness= ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save""",
     "a save is finished before training goes on": "async-save use-persistent-ckpt-worker",
     "a checkpoint that is asked for and missing is always an error": "exit-on-missing-checkpoint",
-    "the checkpoint's schedule goes on by default": "use-checkpoint-opt-param-scheduler",
     "these figures are not measured yet": """log-memory-to-tensorboard log-params-norm log-num-zeros-in-grad
         log-optimizer-states-to-tensorboard timing-log-level= timing-log-option= no-barrier-with-level-1-timing
         logging-level=""",
@@ -90,14 +90,11 @@ ACCEPTED = {
 
 # Missing capability -> flags that ask for it.
 REFUSED = {
-    "half precision with loss scaling": "fp16 loss-scale fp16-lm-cross-entropy",
     "fp8 and fp4": """fp8-format fp8 fp4-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather fp8-margin
         fp8-recipe""",
-    "gradients and residuals in another precision": """grad-reduce-in-bf16 fp32-residual-connection
-        disable-bf16-reduced-precision-matmul""",
+    "products of bf16 without its own rounding of partial sums": "disable-bf16-reduced-precision-matmul",
     "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
     "DeepSpeed checkpoints": "load-tag universal-checkpoint reset-iteration no-load-lr-state",
-    "counting a run in tokens": "train-tokens lr-decay-tokens lr-warmup-tokens",
     "rounding the global batch down": "decrease-batch-size-if-needed",
     "context parallelism": """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes
         ds-sequence-parallel-size ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size
@@ -121,7 +118,7 @@ REFUSED = {
     "other feed-forward layers": "quick-geglu glu-linear-offset activation-func-clamp-value",
     "multi-token prediction": "mtp-num-layers mtp-loss-scaling-factor",
     "another initialisation": "init-method-xavier-uniform",
-    "other optimizers and rates by part": "decoupled-lr decoupled-min-lr cpu-optimizer sgd-momentum",
+    "an optimizer on the host": "cpu-optimizer",
     "keeping activations on the host, or recomputing other parts": "checkpoint-in-cpu recompute-modules",
     "other orders of samples": """dataloader-type data-efficiency-curriculum-learning random-ltd
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
@@ -135,6 +132,12 @@ REFUSED = {
     "another interval for TensorBoard": "tensorboard-log-interval",
     "evaluation of its own": "skip-train eval-global-batch-size",
 }
+
+# Fields that say something only of the loss scale, which is 1 without --fp16.
+LOSS_SCALE_FIELDS = (
+    "loss_scaler", "loss_scale", "initial_loss_scale", "initial_scale_power", "min_loss_scale", "loss_scale_window",
+    "hysteresis", "consecutive_hysteresis", "loss_scale_floor",
+)  # fmt: skip
 
 # Values with which a flag of REFUSED asks for nothing.
 HARMLESS = {
@@ -343,6 +346,8 @@ def check_combinations(values: dict[str, Any], names: list[str]) -> None:
     stages = values.get("pipeline_model_parallel_size", 1)
     if "no-pipeline-parallel" in names and stages > 1:
         raise UsageError(f"--no-pipeline-parallel and --pipeline-model-parallel-size {stages} contradict each other")
+    if values.get("grad_reduce_in_bf16") and "accumulate-allreduce-grads-in-fp32" in names:
+        raise UsageError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other")
     printing = {"print_layout", "print_lr", "print_config"} & set(values)
     if "world_size" in values and not printing:
         raise UsageError("--world-size goes with --print-layout or --print-lr: a run takes its size from its launcher")
@@ -356,9 +361,9 @@ def require(values: dict[str, Any], settings: dict[str, Setting]) -> None:
     required = [name for name, setting in settings.items() if setting.default is MISSING]
     missing = [flag_name(name) for name in required if name not in values]
     if not layout and not config:
-        if "lr" not in values:
+        if "lr" not in values and needs_lr(values.get("lr_scheduler"), values.get("warmup_max_lr")):
             missing.append("--lr")
-        if "train_iters" not in values and "train_samples" not in values:
+        if not {"train_iters", "train_samples", "train_tokens"} & set(values):
             missing.append("--train-iters (or --train-samples)")
         if not lr and not any(values.get(name) for name in ("data_path", "train_data_path", "mock_data")):
             missing.append("--data-path (or --mock-data)")
@@ -374,8 +379,9 @@ def require(values: dict[str, Any], settings: dict[str, Setting]) -> None:
 def notices(reading: Reading) -> list[str]:
     """One line about all flags that were accepted and change nothing."""
     words = [f"{', '.join(dict.fromkeys(flags))} ({reason})" for reason, flags in reading.accepted.items()]
-    if reading.values.get("zero_stage") == 0:
-        words.append("--zero-stage 0 (optimizer states are cut over the data ranks all the same)")
+    scaling = [reading.sources[name] for name in LOSS_SCALE_FIELDS if name in reading.values]
+    if scaling and not reading.values.get("fp16"):
+        words.append(f"{', '.join(scaling)} (the loss is scaled only with --fp16)")
     return [f"accepted without effect: {'; '.join(words)}"] if words else []
 
 

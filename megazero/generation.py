@@ -147,7 +147,8 @@ def choose(logits: Tensor, how: Sampling, draws: Sequence[float]) -> Tensor:
     """
     if how.greedy:
         return logits.argmax(-1)
-    scaled, ids = torch.sort(logits.double() / how.temperature, dim=-1, descending=True, stable=True)
+    below_top = logits.double() - logits.max(-1, keepdim=True).values       # so that no temperature overflows
+    scaled, ids = torch.sort(below_top / how.temperature, dim=-1, descending=True, stable=True)
     weights = scaled[:, : how.top_k].softmax(-1)
     before = weights.cumsum(-1) - weights                   # of the likelier ones
     weights = weights.masked_fill(before >= how.top_p, 0.0)

@@ -216,6 +216,8 @@ def check_places(logging: LoggingConfig) -> None:
     """Raises ValueError where the files of `logging` could not be made. Makes nothing, so that every rank may ask."""
     if logging.tensorboard_dir is not None:
         check_folder("--tensorboard-dir", Path(logging.tensorboard_dir))
+    if logging.trace_pipeline is not None:
+        check_folder("--trace-pipeline", Path(logging.trace_pipeline))
     if logging.metrics_jsonl is not None:
         path = Path(logging.metrics_jsonl)
         if path.is_dir():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,11 +17,13 @@ from .batch_sizes import BatchSizes
 from .config import BatchConfig
 from .data.batch import MicroBatch
 from .data.loader import Loader, counted_tokens
+from .lr_curves import Done
 from .lr_schedule import Schedule
 from .machine import Machine
 from .metrics import Metrics
-from .parallel.collectives import AgreedError, all_reduce, broadcast
+from .parallel.collectives import AgreedError, all_reduce, gather_objects
 from .parallel.groups import Mesh
+from .parallel.zero import Rates, Update
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,31 @@ class Progress:
     iteration: int = 0
     consumed_samples: int = 0
     consumed_tokens: int = 0
+    skipped: int = 0                # of the iterations, how many made no update for overflow
+    skipped_samples: int = 0
+    skipped_tokens: int = 0
+
+    @property
+    def done(self) -> Done:
+        """What schedules count: steps that made an update."""
+        return Done(
+            self.iteration - self.skipped, self.consumed_samples - self.skipped_samples,
+            self.consumed_tokens - self.skipped_tokens,
+        )
+
+
+@dataclass(frozen=True)
+class Schedules:
+    """The rates of the whole model, and those of embeddings and head where they have their own."""
+
+    body: Schedule
+    tables: Schedule | None = None
+
+    def at(self, done: Done) -> Rates:
+        """What the step after `done` updates with."""
+        rates = self.body.at(done)
+        tables = None if self.tables is None else self.tables.at(done).learning_rate
+        return Rates(rates.learning_rate, rates.weight_decay, tables, rates.momentum)
 
 
 @dataclass(frozen=True)
@@ -40,14 +67,35 @@ class Feed:
     loader: Loader
     mesh: Mesh
     reads: bool                 # whether this rank's stages look at tokens, labels or masks
+    counting: int               # the place along the pipeline where the loss is, whose ranks count its tokens
 
     @property
     def sizes(self) -> BatchSizes:
         """Samples of a global batch."""
         return self.loader.share.sizes
 
-    def global_batch(self, consumed_samples: int, iteration: int | None) -> list[MicroBatch]:
-        """This rank's micro-batches, on its device."""
+    def global_batch(self, consumed_samples: int, iteration: int | None) -> tuple[list[MicroBatch], int]:
+        """This rank's micro-batches, on its device, and how many tokens of the whole global batch count in the loss.
+
+        Raises AgreedError on all ranks where the data of any is at fault.
+        """
+        batches, wrong = [], None
+        try:
+            batches = self._micro_batches(consumed_samples, iteration)
+        except (ValueError, OSError) as error:
+            wrong = error
+        world, counts = self.mesh.world, self.mesh.stage == self.counting and self.mesh.tensor.index == 0
+        told = torch.tensor(
+            [float(counted_tokens(batches)) if counts else 0.0, float(wrong is not None)],
+            dtype=torch.float64, device=self.mesh.device,
+        )
+        tokens, faults = all_reduce(told, world).tolist()
+        if faults:
+            first = next(line for line in gather_objects(None if wrong is None else str(wrong), world) if line)
+            raise AgreedError(first)
+        return batches, int(tokens)
+
+    def _micro_batches(self, consumed_samples: int, iteration: int | None) -> list[MicroBatch]:
         if self.reads:
             return [b.to(self.mesh.device) for b in self.loader.global_batch(consumed_samples, iteration)]
         share, nothing = self.loader.share, torch.empty(0, 0, dtype=torch.int64)
@@ -59,11 +107,6 @@ class Feed:
         """A micro-batch to try layers with, whether this rank reads or not."""
         return self.loader.global_batch(0)[0].to(self.mesh.device)
 
-    def counted_tokens(self, batches: Sequence[MicroBatch]) -> int:
-        """Tokens that count in the loss of the whole global batch; equal on all data ranks of a stage that reads."""
-        count = torch.tensor(float(counted_tokens(batches)), dtype=torch.float64, device=self.mesh.device)
-        return int(all_reduce(count, self.mesh.data).item())
-
 
 @dataclass(frozen=True)
 class _Step:
@@ -71,8 +114,9 @@ class _Step:
 
     progress: Progress
     loss: Tensor
-    grad_norm: Tensor
+    update: Update
     learning_rate: float
+    loss_scale: float
     seconds: float
     tokens: int
 
@@ -84,10 +128,10 @@ class Trainer:
     """
 
     def __init__(
-        self, machine: Machine, feeds: Mapping[str, Feed], schedule: Schedule, *,
+        self, machine: Machine, feeds: Mapping[str, Feed], schedules: Schedules, *,
         batch: BatchConfig, seq_length: int, metrics: Metrics, save: Callable[[Progress], None],
     ) -> None:
-        self.machine, self.feeds, self.schedule = machine, feeds, schedule
+        self.machine, self.feeds, self.schedules = machine, feeds, schedules
         self.batch, self.seq_length, self.metrics, self.save = batch, seq_length, metrics, save
         self._unread: _Step | None = None
 
@@ -110,7 +154,7 @@ class Trainer:
                 self._read()
                 self.save(progress)
         self._read()
-        if leaving:
+        if leaving and progress.iteration < iterations:
             self.metrics.say(f"left after iteration {progress.iteration}, as asked")
         elif self.batch.eval_interval:
             for part in self.feeds:
@@ -123,24 +167,47 @@ class Trainer:
         start = time.monotonic()
         feed, machine, iteration = self.feeds["train"], self.machine, progress.iteration + 1
         size = feed.sizes.at(progress.consumed_samples)
-        batches = feed.global_batch(progress.consumed_samples, iteration)
-        scale = 1.0 / max(feed.counted_tokens(batches), 1)
-        loss = machine.loss([replace(b, scale=scale) for b in batches], machine.train_program(len(batches)))
-        learning_rate, weight_decay = self.schedule.at(progress.consumed_samples)
-        grad_norm = machine.optimizer.step(learning_rate, weight_decay)
+        batches, counted = feed.global_batch(progress.consumed_samples, iteration)
+        loss_scale = machine.optimizer.loss_scale
+        batches = [replace(b, scale=loss_scale / max(counted, 1)) for b in batches]
+        loss = machine.loss(batches, machine.train_program(len(batches))) / loss_scale
+        rates = self.schedules.at(progress.done)
+        update = machine.optimizer.step(rates)
         tokens = size * self.seq_length
-        progress = Progress(iteration, progress.consumed_samples + size, progress.consumed_tokens + tokens)
+        progress = replace(
+            progress, iteration=iteration, consumed_samples=progress.consumed_samples + size,
+            consumed_tokens=progress.consumed_tokens + tokens,
+        )
+        if update.skipped:
+            progress = self._skip(progress, update, size, tokens)
         self._read()
-        self._unread = _Step(progress, loss, grad_norm, learning_rate, time.monotonic() - start, tokens)
+        self._unread = _Step(
+            progress, loss, update, rates.learning_rate, loss_scale, time.monotonic() - start, tokens
+        )
         return progress
+
+    def _skip(self, progress: Progress, update: Update, samples: int, tokens: int) -> Progress:
+        """A step made no update for overflow: say so, and stop where that goes on for too long."""
+        optimizer = self.machine.optimizer
+        reason = optimizer.zero.scaler.reason_to_stop(optimizer.scale, str(update.first))
+        if reason is not None:
+            raise AgreedError(f"iteration {progress.iteration}: {reason}")
+        self.metrics.say(
+            f"iteration {progress.iteration} skipped: the gradient of {update.first} overflows; "
+            f"the loss scale is {optimizer.loss_scale:g} now"
+        )
+        return replace(
+            progress, skipped=progress.skipped + 1, skipped_samples=progress.skipped_samples + samples,
+            skipped_tokens=progress.skipped_tokens + tokens,
+        )
 
     def _read(self) -> None:
         """Bring the last step's numbers to the host, check and tell them."""
         step, self._unread = self._unread, None
         if step is None:
             return
-        loss, grad_norm = step.loss.item(), step.grad_norm.item()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        loss, grad_norm = step.loss.item(), step.update.norm.item()
+        if not step.update.skipped and not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise AgreedError(
                 f"iteration {step.progress.iteration}: loss {loss}, gradient norm {grad_norm}: not finite, so training "
                 "stops here without saving; the last checkpoint is good"
@@ -153,8 +220,8 @@ class Trainer:
                 "lm_loss": loss,
                 "grad_norm": grad_norm,
                 "learning_rate": step.learning_rate,
-                "loss_scale": 1.0,
-                "skipped": 0,
+                "loss_scale": step.loss_scale,
+                "skipped": int(step.update.skipped),
                 "seconds": step.seconds,
                 "tokens_per_second": step.tokens / step.seconds,
             }
@@ -170,14 +237,10 @@ class Trainer:
         total = torch.zeros((), dtype=torch.float64, device=machine.mesh.device)
         tokens = 0
         for number in range(self.batch.eval_iters):
-            batches = feed.global_batch(number * feed.sizes.last, None)
-            tokens += feed.counted_tokens(batches)
+            batches, counted = feed.global_batch(number * feed.sizes.last, None)
+            tokens += counted
             total += machine.loss(batches, machine.evaluate_program(len(batches)))
-        count = broadcast(
-            torch.tensor(float(tokens), dtype=torch.float64, device=machine.mesh.device),
-            machine.mesh.pipeline, machine.last,
-        )
-        loss = (total / count.clamp(min=1.0)).item()
+        loss = (total / max(tokens, 1)).item()
         self.metrics.evaluation(part, progress.iteration, loss)
         return loss
 

@@ -166,8 +166,9 @@ def plan(layouts: Sequence[Layout], args: argparse.Namespace, flags: Sequence[st
     batch = config.batch.global_batch(max(layout.data for layout in layouts))
     if not names & {"global-batch-size", "step-batch-size-schedule"}:
         own += ["--global-batch-size", str(batch)]
-    if config.batch.iterations(batch) < args.steps:
-        raise ValueError(f"--steps {args.steps}: the run ends after {config.batch.iterations(batch)} (--train-iters)")
+    length = config.batch.iterations(batch, seq_length=config.model.seq_length)
+    if length < args.steps:
+        raise ValueError(f"--steps {args.steps}: the run ends after {length} (--train-iters)")
     commands = []
     for layout in layouts:
         sizes = ("--tensor-model-parallel-size", layout.tensor, "--pipeline-model-parallel-size", layout.pipeline)

@@ -18,21 +18,26 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 # fits a path counts; a trailing slash means the whole folder.
 FLOORS = (
     ("megazero/settings.py", "megazero/tensor_file.py", "megazero/batch_sizes.py", "megazero/layout_string.py"),
-    ("megazero/config.py", "megazero/config_data.py", "megazero/config_parallel.py"),
-    ("megazero/flags.py", "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py"),
+    ("megazero/config.py", "megazero/config_data.py", "megazero/config_parallel.py", "megazero/config_precision.py",
+     "megazero/config_schedule.py", "megazero/lr_curves.py"),
+    ("megazero/flags.py", "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py",
+     "megazero/loss_scale.py"),
     ("megazero/kernels/", "megazero/data/"),
     ("megazero/parallel/topology.py", "megazero/parallel/weights.py"),
     ("megazero/parallel/shard.py",),
     ("megazero/parallel/groups.py", "megazero/parallel/params.py"),
     ("megazero/parallel/collectives.py",),
     ("megazero/parallel/",),
+    ("megazero/parallel/buckets.py",),
+    ("megazero/parallel/reducer.py", "megazero/parallel/rules.py", "megazero/parallel/lamb.py",
+     "megazero/parallel/muon.py"),
     ("megazero/parallel/zero.py",),
     ("megazero/pipe/", "megazero/attention.py", "megazero/mlp.py", "megazero/metrics.py"),
     ("megazero/checkpoint_index.py",),
     ("megazero/checkpoint.py",),
     ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
      "megazero/machine.py", "megazero/generation.py"),
-    ("megazero/gpt.py",),
+    ("megazero/gpt.py", "megazero/own.py"),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )
 
@@ -64,6 +69,10 @@ PURE = (
     "megazero/flags.py",
     "megazero/resume.py",
     "megazero/lr_schedule.py",
+    "megazero/lr_curves.py",
+    "megazero/loss_scale.py",
+    "megazero/config_precision.py",
+    "megazero/config_schedule.py",
     "megazero/parallel/topology.py",
     "megazero/parallel/shard.py",
     "megazero/pipe/instructions.py",
@@ -87,7 +96,7 @@ PURE_WITH_NUMPY = (
 FILE_LINES = 500
 FUNCTION_LINES, KERNEL_LINES = 60, 80
 PARAMETERS = 7
-TOTAL_LINES = 14_000  # raised by decision, with a reason, as whole capabilities come in
+PACKAGE_LINES = 14_000  # of megazero/ and the front door; raised by decision, with a reason
 GETATTR_PER_LINES = 1000  # one call of getattr is tolerated in so many lines of the whole
 
 BANNED_FIRST = ("get", "do", "handle")  # words that say nothing, at the start of a function's name
@@ -336,9 +345,10 @@ def files_are_short(house: House) -> Iterator[str]:
     for path, count in lines.items():
         if count > FILE_LINES:
             yield f"{path}:1 has {count} lines, and a file at most {FILE_LINES}"
-    total = sum(lines.values())
-    if total > TOTAL_LINES:
-        yield f"{next(iter(lines))}:1 and all others have {total} lines, and the whole at most {TOTAL_LINES}"
+    package = {path: count for path, count in lines.items() if path.startswith(("megazero/", "pretrain_gpt.py"))}
+    if sum(package.values()) > PACKAGE_LINES:
+        total = sum(package.values())
+        yield f"{next(iter(package))}:1 and the rest of the package have {total} lines, at most {PACKAGE_LINES} in all"
 
 
 def functions_are_short(house: House) -> Iterator[str]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from megazero.batch_sizes import BatchSizes, constant, ramp, staircase
 from megazero.config import BatchConfig, Config, ModelConfig, ScheduleConfig, check_world
 from megazero.flags import UsageError, parse
+from megazero.lr_curves import Done
 from megazero.lr_schedule import make_schedule
 
 ramps = st.builds(
@@ -153,7 +154,7 @@ def test_learning_rate_counts_samples_in_a_ramp():
     batch = BatchConfig(micro_batch_size=1, global_batch_size=8, rampup_batch_size=(2, 2, 12), train_samples=60)
     sizes = batch.sizes(1, 16)
     schedule = make_schedule(ScheduleConfig(lr=1.0, lr_warmup_samples=30), batch, sizes.last)
-    rates = [schedule.at(sizes.consumed(step))[0] for step in range(11)]
+    rates = [schedule.at(Done(step, sizes.consumed(step))).learning_rate for step in range(11)]
     assert rates == pytest.approx([n / 30 for n in (0, 2, 4, 8, 14, 22, 30)] + [1 - (n - 30) / 30 for n in (38, 46, 54)]
                                   + [0])  # fmt: skip
 

@@ -12,6 +12,7 @@ from megazero.config import (
     CheckpointConfig,
     Config,
     DataConfig,
+    DeepSpeedScheduleConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -118,7 +119,7 @@ SECTION_FAULTS = [
     (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 0: must be at least 1"),
     (ParallelConfig, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: must be 1"),
     (ParallelConfig, {"expert_model_parallel_size": 2}, "comes with MoE"),
-    (ParallelConfig, {"pipeline_schedule": "x"}, "--pipeline-schedule x: must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v"),
+    (ParallelConfig, {"pipeline_schedule": "x"}, "must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v"),
     (BatchConfig, {"micro_batch_size": 0}, "--micro-batch-size 0: must be at least 1"),
     (
         BatchConfig,
@@ -155,7 +156,7 @@ SECTION_FAULTS = [
     (BatchConfig, {"micro_batch_size": 1, "step_batch_size_schedule": ("0:0",)}, "must be at least 1"),
     (OptimizerConfig, {"adam_beta2": 1.0}, "--adam-beta2 1.0: must be below 1"),
     (OptimizerConfig, {"clip_grad": -1.0}, "--clip-grad -1.0: must be at least 0"),
-    (OptimizerConfig, {"zero_stage": 2}, "--zero-stage 2: must be 0 or 1"),
+    (OptimizerConfig, {"zero_stage": 3}, "--zero-stage 3: must be 0, 1 or 2"),
     (ScheduleConfig, {"lr": 0.1, "min_lr": 0.2}, "--min-lr 0.2 is above --lr 0.1"),
     (ScheduleConfig, {"lr": 0.1, "lr_warmup_init": 0.2}, "--lr-warmup-init 0.2 is above --lr 0.1"),
     (
@@ -178,7 +179,65 @@ SECTION_FAULTS = [
         {"weight_decay_incr_style": "linear", "start_weight_decay": 0.2, "end_weight_decay": 0.1},
         "--end-weight-decay 0.1 is below --start-weight-decay 0.2",
     ),
+    (ScheduleConfig, {"lr_decay_tokens": 5, "lr_decay_iters": 4}, "--lr-decay-iters 4 and --lr-decay-tokens 5: give"),
+    (ScheduleConfig, {"lr_warmup_tokens": 5, "lr_warmup_iters": 4}, "--lr-warmup-iters 4 and --lr-warmup-tokens 5: gi"),
+    (ScheduleConfig, {"lr_warmup_tokens": 5, "lr_warmup_fraction": 0.1}, "--lr-warmup-fraction 0.1 and --lr-warmup-t"),
+    (ScheduleConfig, {"decoupled_min_lr": 0.1}, "--decoupled-min-lr 0.1 needs --decoupled-lr"),
+    (ScheduleConfig, {"decoupled_lr": 0.1, "decoupled_min_lr": 0.2}, "--decoupled-min-lr 0.2 is above --decoupled-lr"),
+    (ScheduleConfig, {"lr": 1, "min_lr": 0.2, "decoupled_lr": 0.1}, "--min-lr 0.2 is above --decoupled-lr 0.1"),
+    (
+        ScheduleConfig,
+        {"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True},
+        "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler: give one of them, not both",
+    ),
+    (DeepSpeedScheduleConfig, {"lr_scheduler": "Step"}, "--lr-scheduler Step: must be one of LRRangeTest, OneCycle"),
+    (DeepSpeedScheduleConfig, {"lr_scheduler": "OneCycle"}, "OneCycle needs --cycle-min-lr and --cycle-max-lr"),
+    (
+        DeepSpeedScheduleConfig,
+        {"lr_scheduler": "OneCycle", "cycle_min_lr": 0.2, "cycle_max_lr": 0.1},
+        "--cycle-min-lr 0.2 is above --cycle-max-lr 0.1",
+    ),
+    (
+        DeepSpeedScheduleConfig,
+        {"lr_scheduler": "WarmupLR", "warmup_min_lr": 0.2, "warmup_max_lr": 0.1},
+        "--warmup-min-lr 0.2 is above --warmup-max-lr 0.1",
+    ),
+    (DeepSpeedScheduleConfig, {"cycle_max_lr": 0.1}, "--cycle-max-lr 0.1 goes only with --lr-scheduler OneCycle"),
+    (DeepSpeedScheduleConfig, {"cycle_momentum": False}, "--no-cycle-momentum goes only with --lr-scheduler OneCycle"),
+    (
+        DeepSpeedScheduleConfig,
+        {"lr_range_test_staircase": True, "lr_scheduler": "WarmupLR"},
+        "--lr-range-test-staircase goes only with --lr-scheduler LRRangeTest",
+    ),
+    (
+        DeepSpeedScheduleConfig,
+        {"total_num_steps": 9, "lr_scheduler": "WarmupLR"},
+        "--total-num-steps 9 goes only with --lr-scheduler WarmupDecayLR or WarmupCosineLR",
+    ),
+    (DeepSpeedScheduleConfig, {"cycle_max_mom": 1.0}, "--cycle-max-mom 1.0: must be below 1"),
     (PrecisionConfig, {"bf16": True, "fp64": True}, "--bf16 and --fp64: give one of them, not both"),
+    (PrecisionConfig, {"bf16": True, "fp16": True}, "--fp16 and --bf16: give one of them, not both"),
+    (PrecisionConfig, {"fp64": True, "fp16": True}, "--fp16 and --fp64: give one of them, not both"),
+    (PrecisionConfig, {"fp32_residual_connection": True}, "--fp32-residual-connection needs --bf16 or --fp16"),
+    (PrecisionConfig, {"grad_reduce_in_bf16": True, "fp16": True}, "--grad-reduce-in-bf16 needs --bf16"),
+    (
+        PrecisionConfig,
+        {"initial_loss_scale": 4.0, "initial_scale_power": 0},
+        "--initial-loss-scale 4.0 and --initial-scale-power 0: give one of them",
+    ),
+    (
+        PrecisionConfig,
+        {"fp16": True, "initial_scale_power": 1, "min_loss_scale": 4},
+        "--initial-scale-power 1, which is 2 is below --min-loss-scale 4",
+    ),
+    (
+        PrecisionConfig,
+        {"fp16": True, "initial_loss_scale": 0.5},
+        "--initial-loss-scale 0.5 is below --min-loss-scale 1",
+    ),
+    (PrecisionConfig, {"loss_scale": -1.0}, "--loss-scale -1.0: must be at least 0"),
+    (PrecisionConfig, {"hysteresis": 0}, "--hysteresis 0: must be at least 1"),
+    (PrecisionConfig, {"loss_scale_window": 0}, "--loss-scale-window 0: must be at least 1"),
     (RecomputeConfig, {"recompute_granularity": "full"}, "full needs --recompute-method uniform or block"),
     (
         RecomputeConfig,
@@ -277,6 +336,36 @@ def test_c126_samples_with_a_length_in_iterations_names_both_flags(name):
         in_samples(**{name: 4})
 
 
+@pytest.mark.parametrize("unit", ["iters", "samples"])
+@pytest.mark.parametrize("name", ["decay", "warmup"])
+def test_c126_tokens_may_stand_beside_iterations_or_samples(unit, name):
+    schedule = ScheduleConfig(**{f"lr_{name}_tokens": 64})
+    config(batch=BatchConfig(micro_batch_size=2, train_tokens=800, **{f"train_{unit}": 10}), schedule=schedule)
+
+
+def test_c126_a_run_in_tokens_mixes_no_iterations_with_samples():
+    batch = BatchConfig(micro_batch_size=2, train_tokens=800)
+    config(batch=batch, schedule=ScheduleConfig(lr_warmup_samples=3))
+    with pytest.raises(ValueError, match="--lr-decay-iters 9 and --lr-warmup-samples 3: count all in iterations or"):
+        config(batch=batch, schedule=ScheduleConfig(lr_warmup_samples=3, lr_decay_iters=9))
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"),
+    [
+        ({"lr_decay_style": "cosine"}, "--lr-decay-style cosine"),
+        ({"lr_warmup_iters": 3}, "--lr-warmup-iters 3"),
+        ({"lr": 1.0, "min_lr": 0.1}, "--min-lr 0.1"),
+        ({"decoupled_lr": 0.1}, "--decoupled-lr 0.1"),
+    ],
+)
+def test_one_shape_of_the_learning_rate_excludes_another(flags, shown):
+    named = DeepSpeedScheduleConfig(lr_scheduler="LRRangeTest")
+    config(deepspeed_schedule=named, schedule=ScheduleConfig(lr=1.0, weight_decay=0.1))
+    with pytest.raises(ValueError, match=f"--lr-scheduler LRRangeTest and {shown}: give one"):
+        config(deepspeed_schedule=named, schedule=ScheduleConfig(**flags))
+
+
 def test_c126_a_run_in_samples_takes_the_ceiling_of_steps():
     batch = BatchConfig(micro_batch_size=2, train_samples=100)
     assert [batch.iterations(size) for size in (8, 10, 100, 101)] == [13, 10, 1, 1]
@@ -290,6 +379,8 @@ def test_warmup_ends_before_the_decay():
     in_samples(lr_warmup_fraction=0.99)
     with pytest.raises(ValueError, match="--lr-warmup-iters 10 must be below --train-iters 10"):
         in_iterations(lr_warmup_iters=10)
+    with pytest.raises(ValueError, match="--lr-warmup-tokens 64 must be below --lr-decay-tokens 64"):
+        in_iterations(lr_warmup_tokens=64, lr_decay_tokens=64)
     with pytest.raises(ValueError, match="--lr-warmup-iters 5 must be below --lr-decay-iters 5"):
         in_iterations(lr_warmup_iters=5, lr_decay_iters=5)
     with pytest.raises(ValueError, match="--lr-warmup-samples 100 must be below --train-samples 100"):

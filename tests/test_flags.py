@@ -10,6 +10,7 @@ import pytest
 
 from megazero.config import SECTIONS, Config
 from megazero.config_data import read_blend
+from megazero.config_schedule import PARAMETERS
 from megazero.flags import (
     ACCEPTED_FLAGS,
     HARMLESS,
@@ -83,6 +84,8 @@ VALUES = {
     "lr_warmup_init": "1e-4", "expert_model_parallel_size": "1", "zero_stage": "0", "kernel": "adam=torch",
     "split": "8,1,1", "rampup_batch_size": "2 2 9", "step_batch_size_schedule": "0:2", "valid_set": "web=corpus",
     "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
+    "train_tokens": "4096", "decoupled_min_lr": "0.25", "min_loss_scale": "0.25", "cycle_min_lr": "0.25",
+    "cycle_max_mom": "0.875", "warmup_max_lr": "0.25", "warmup_min_lr": "0.25",
 }  # fmt: skip
 ALONG = {
     "max_position_embeddings": "--seq-length 2",
@@ -91,6 +94,11 @@ ALONG = {
     "start_weight_decay": "--weight-decay-incr-style linear --end-weight-decay 9",
     "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0",
     "weight_decay_incr_style": "--start-weight-decay 0 --end-weight-decay 1",
+    "lr_decay_tokens": "--lr-warmup-tokens 1",
+    "lr_warmup_tokens": "--lr-decay-tokens 3",
+    "decoupled_min_lr": "--decoupled-lr 0.5",
+    "fp32_residual_connection": "--fp16",
+    "grad_reduce_in_bf16": "--bf16",
     "recompute_granularity": "--recompute-method uniform",
     "recompute_method": "--recompute-granularity full",
     "recompute_num_layers": "--recompute-granularity full --recompute-method uniform",
@@ -104,6 +112,11 @@ ALONG = {
     "sample_order": "--data-path x",
 }
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sample_order")
+CYCLE = {"cycle_min_lr": "--cycle-min-lr 0.125", "cycle_max_lr": "--cycle-max-lr 0.75"}
+for _name in PARAMETERS["OneCycle"]:
+    ALONG[_name] = " ".join(["--lr-scheduler OneCycle", *(flag for name, flag in CYCLE.items() if name != _name)])
+for _kind in ("LRRangeTest", "WarmupCosineLR", "WarmupDecayLR"):
+    ALONG |= dict.fromkeys(PARAMETERS[_kind], f"--lr-scheduler {_kind}")
 WITHOUT = {"train_samples": "--train-iters 10"} | dict.fromkeys(PATHS, "--mock-data")
 
 
@@ -136,7 +149,9 @@ def test_every_field_is_honoured(setting):
         ("--no-bias-gelu-fusion", "model", {"activation": "gelu"}),
         ("--enable-zbh1-pipeline", "parallel", {"pipeline_schedule": "zb-h1"}),
         ("--moe-expert-parallel-size 1", "parallel", {"expert_model_parallel_size": 1}),
+        ("--lr_schedule LRRangeTest", "deepspeed_schedule", {"lr_scheduler": "LRRangeTest"}),
         ("--override-opt_param-scheduler", "schedule", {"override_opt_param_scheduler": True}),
+        ("--use-checkpoint-opt_param-scheduler", "schedule", {"use_checkpoint_opt_param_scheduler": True}),
         (
             "--checkpoint-activations",
             "recompute",
@@ -215,13 +230,12 @@ def test_several_validation_sets_add_up():
 def test_accepted_flags_are_told_once_with_their_reasons():
     _, notices = parse(
         f"{BASE} --use-mcore-models --sequence-parallel --DDP-impl local --data-impl mmap --hysteresis 2 "
-        "--local_rank=3 --context-parallel-size 1 --num-experts 1 --zero-stage 0 --sequence-parallel".split()
+        "--local_rank=3 --context-parallel-size 1 --num-experts 1 --sequence-parallel".split()
     )
     assert len(notices) == 1
     assert "--use-mcore-models, --DDP-impl, --data-impl (there is one implementation of each part)" in notices[0]
     assert "--sequence-parallel (the sequence is always cut over the tensor ranks between layers)" in notices[0]
     assert "--context-parallel-size, --num-experts (this value asks for nothing)" in notices[0]
-    assert "--zero-stage 0" in notices[0]
     assert notices[0].count("--sequence-parallel") == 1
 
 
@@ -240,10 +254,39 @@ def test_a_refused_flag_names_what_is_missing(name):
 
 
 def test_all_refusals_come_at_once():
-    message = fault(f"{BASE} --fp16 --deepspeed --deepspeed_config=ds.json --zero-stage 1 --train-tokens 5")
-    assert "--fp16: not available yet: half precision with loss scaling" in message
+    message = fault(f"{BASE} --fp8 --deepspeed --deepspeed_config=ds.json --zero-stage 1 --profile 5")
+    assert "--fp8: not available yet: fp8 and fp4" in message
     assert "--deepspeed_config ds.json: not available yet: reading a DeepSpeed configuration" in message
-    assert "--train-tokens 5: not available yet: counting a run in tokens" in message
+    assert "--profile 5: not available yet: profiling" in message
+
+
+def test_flags_of_the_loss_scale_are_told_to_be_idle_without_fp16():
+    words = "--hysteresis 2 --loss-scale 12 --min_loss_scale 2"
+    (notice,) = parse(f"{BASE} --bf16 {words}".split())[1]
+    assert notice == (
+        "accepted without effect: --loss-scale, --min-loss-scale, --hysteresis (the loss is scaled only with --fp16)"
+    )
+    config, notices = parse(f"{BASE} --fp16 {words}".split())
+    assert notices == [] and (config.precision.loss_scale, config.precision.min_loss_scale) == (12.0, 2.0)
+
+
+def test_schedules_with_rates_of_their_own_need_no_lr():
+    words = BASE.replace("--lr 1e-3", "")
+    for own in ("--lr-scheduler LRRangeTest", "--lr-scheduler OneCycle --cycle-min-lr 1e-4 --cycle-max-lr 1e-3",
+                "--lr-scheduler WarmupLR --warmup-max-lr 1e-3", "--lr-scheduler WarmupDecayLR"):  # fmt: skip
+        assert parse(f"{words} {own}".split())[0].schedule.lr is None
+    for needed in ("", "--lr-scheduler WarmupLR", "--lr-scheduler WarmupCosineLR"):
+        assert fault(f"{words} {needed}") == "missing: --lr"
+
+
+def test_a_run_may_be_counted_in_tokens_alone():
+    """In the manner of Megatron-DeepSpeed, with underscores as they come."""
+    words = BASE.replace("--train-iters 10", "--train-tokens 300000000000")
+    config, notices = parse(
+        f"{words} --lr_decay_tokens 260e9 --lr_warmup_tokens 375000000 --override-opt_param-scheduler".split()
+    )
+    assert notices == [] and config.batch.train_tokens == 300 * 10**9
+    assert (config.schedule.lr_decay_tokens, config.schedule.lr_warmup_tokens) == (260 * 10**9, 375 * 10**6)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +311,7 @@ def test_all_refusals_come_at_once():
         ("--use-mcore-models yes", "--use-mcore-models is a switch and takes no value, but got yes"),
         ("--data-impl", "--data-impl takes one value, but got none"),
         ("--lr-decay-style step", "--lr-decay-style step: must be one of constant, linear, cosine"),
-        ("--optimizer sgd", "--optimizer sgd: must be one of adam"),
+        ("--optimizer adagrad", "--optimizer adagrad: must be one of adam"),
         ("--layernorm-epsilon 0", "--layernorm-epsilon 0.0: must be above 0"),
         ("--num-key-value-heads 3", "--num-attention-heads 4 is not divisible by --num-key-value-heads 3"),
         ("--swiglu --squared-relu", "--swiglu and --squared-relu contradict each other about --activation"),
@@ -283,7 +326,18 @@ def test_all_refusals_come_at_once():
             "--moe-expert-parallel-size 2",
             "--moe-expert-parallel-size 2: must be 1, for expert parallelism comes with MoE",
         ),
-        ("--zero-stage 3", "--zero-stage 3: must be 0 or 1"),
+        ("--fp16 --bf16", "--fp16 and --bf16: give one of them, not both"),
+        ("--lr-schedule cosine", "--lr-schedule cosine: must be one of LRRangeTest, OneCycle, WarmupLR"),
+        ("--lr-warmup-tokens 3 --lr-warmup-iters 2", "--lr-warmup-iters 2 and --lr-warmup-tokens 3: give one of them"),
+        (
+            "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+            "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 contradict each other",
+        ),
+        (
+            "--override-opt_param-scheduler --use-checkpoint-opt_param-scheduler",
+            "--override-opt_param-scheduler and --use-checkpoint-opt_param-scheduler: give one of them, not both",
+        ),
+        ("--zero-stage 3", "--zero-stage 3: must be 0, 1 or 2"),
         ("--data-path corpus", "--mock-data and --data-path corpus: give one of them"),
         ("--valid-set", "--valid-set takes values, but got none"),
         ("--rampup-batch-size 2 x 4", "--rampup-batch-size x: must be a whole number"),

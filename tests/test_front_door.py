@@ -17,7 +17,8 @@ import torch
 import pretrain_gpt
 from megazero.config import Config
 from megazero.data.indexed import IndexedWriter
-from megazero.lr_schedule import make_schedule
+from megazero.lr_curves import Done
+from megazero.lr_schedule import Rates, make_schedule
 from megazero.plan import plan_stages
 from tests.harness import run_script
 from tests.training import LLAMA, SMALL, train
@@ -163,7 +164,7 @@ def test_the_configuration_is_printed_whole(capsys: pytest.CaptureFixture) -> No
     out, _ = run(capsys, 0, "--lr 0.5 --print-config")
     config = Config.from_json(out)
     assert config.schedule.lr == 0.5 and config.model.num_layers == 4 and config.run.print_config
-    assert make_schedule(config.schedule, config.batch, 8).at(0) == (0.5, 0.1)
+    assert make_schedule(config.schedule, config.batch, 8).at(Done()) == Rates(0.5, 0.1)
 
 
 # ------------------------------------------------------------------------------------------- runs, and what is left
@@ -246,3 +247,25 @@ def test_triton_by_name_is_refused_where_it_cannot_run() -> None:
     (ended,) = run_script(["pretrain_gpt.py", *f"{SMALL} --kernels triton".split()], env={"TRITON_INTERPRET": "0"})
     assert ended.code == 2 and ended.stderr.count("\n") == 1, ended.stderr
     assert ended.stderr.startswith("pretrain_gpt.py: error: ") and "triton" in ended.stderr
+
+
+def test_a_run_does_not_mix_itself_with_another_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A second run from scratch into a folder that holds later saves is refused; going back on purpose is not."""
+    words = f"{SMALL} --save {tmp_path / 'saves'} --save-interval 2".split()
+    assert pretrain_gpt.main([*words, "--train-iters", "4"]) == 0
+    capsys.readouterr()
+    assert pretrain_gpt.main([*words, "--train-iters", "2", "--seed", "6"]) == 2
+    assert "holds iteration 4 of another run, and this one starts after iteration 0" in capsys.readouterr().err
+    again = [*words, "--load", str(tmp_path / "saves"), "--ckpt-step", "2", "--train-iters", "4"]
+    assert pretrain_gpt.main(again) == 0
+
+
+def test_parts_without_data_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A part into which no document falls is not evaluated, and that is said at start."""
+    out = IndexedWriter(tmp_path / "one", vocab_size=97)
+    out.add_document([list(range(90))])
+    out.finish()
+    words = SMALL.replace("--mock-data", f"--data-path {tmp_path / 'one'}")
+    assert pretrain_gpt.main(f"{words} --eval-interval 1 --eval-iters 1 --train-iters 1".split()) == 0
+    said = capsys.readouterr().out
+    assert said.count("no validation: no document of") == 1 and said.count("no test: no document of") == 1

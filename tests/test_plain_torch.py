@@ -146,7 +146,7 @@ def train_ours(flags):
     optimizer = trainer.machine.optimizer
     initial, batches = state_of(optimizer, "weight"), []
     for step in range(STEPS):
-        micro_batches = trainer.feeds["train"].global_batch(8 * step, step + 1)
+        micro_batches = trainer.feeds["train"].global_batch(8 * step, step + 1)[0]
         batches.append([torch.cat([getattr(m, name).T for m in micro_batches]) for name in ("tokens", "labels")])
     trainer.train(progress, STEPS, None)
     return initial, batches, record.steps, {k: state_of(optimizer, k) for k in ("weight", "exp_avg", "exp_avg_sq")}

@@ -110,7 +110,7 @@ def test_a_run_goes_on_in_another_layout_as_if_it_had_always_been_on_one_rank(
 
 def samples_read(trainer: Trainer, first: int, last: int) -> list[list[int]]:
     """The samples of the steps first + 1 to last, of eight each, that this rank reads."""
-    batches = [b for step in range(first, last) for b in trainer.feeds["train"].global_batch(step * 8, step + 1)]
+    batches = [b for step in range(first, last) for b in trainer.feeds["train"].global_batch(step * 8, step + 1)[0]]
     return [row for batch in batches for row in batch.tokens.T.tolist()]
 
 

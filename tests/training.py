@@ -92,7 +92,7 @@ def train_rank(argv: Sequence[str], world: int, look: Callable[[Trainer], Any] |
     plan = pretrain_gpt.prepare(config, World(0, world, 0))
     mesh, record = open_mesh(plan.topology), Recorder()
     trainer, progress = pretrain_gpt.build(plan, mesh, record)
-    target = iterations or plan.config.batch.iterations(trainer.feeds["train"].sizes)
+    target = iterations or plan.iterations
     trainer.train(progress, target, plan.config.checkpoint.save_interval)
     pieces = []
     for bucket in trainer.machine.optimizer.buckets:
