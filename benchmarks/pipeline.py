@@ -4,8 +4,9 @@
 
 One step is all forwards and backwards of a global batch of a stack of transformer blocks in plain torch, the same for
 all. In each round the ways take turns on the same processes, and medians of ratios within a round are shown, so that a
-machine with other work is fair to all. The bound on the efficiency is m / (m + (p - 1) / v) for m micro-batches, p
-ranks and v stages on each, where every rank has a core of its own.
+machine with other work is fair to all. "One process" has as many threads as all ranks together; perfect scaling is p
+times the speed of one process with the threads of one rank. Its bound is m / (m + (p - 1) / v) for m micro-batches, p
+ranks and v stages on each, where every thread has a core of its own.
 """
 
 from __future__ import annotations
@@ -152,23 +153,19 @@ def timed(way: Way, clear: Callable[[], None], mesh: Mesh) -> tuple[float, float
     return found[0].item(), found[1].item()
 
 
-def alone(args: argparse.Namespace, way: Way | None, clear: Callable[[], None], mesh: Mesh) -> tuple[float, float]:
-    """The same of one process with the threads of all, while the others wait."""
+def timed_alone(way: Way, clear: Callable[[], None], mesh: Mesh, threads: int) -> tuple[float, float]:
+    """The same of one process with so many threads, while the others wait."""
+    found = torch.zeros(2, dtype=torch.float64)
     if mesh.rank == 0:
-        torch.set_num_threads(args.threads * mesh.pipeline.size)
-        found = timed_alone(way, clear)
-        torch.set_num_threads(args.threads)
-    else:
-        found = (0.0, 0.0)
-    told = all_reduce(torch.tensor(found, dtype=torch.float64), mesh.pipeline)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        clear()
+        start = time.perf_counter()
+        loss = way()
+        found = torch.tensor([time.perf_counter() - start, loss], dtype=torch.float64)
+        torch.set_num_threads(before)
+    told = all_reduce(found, mesh.pipeline)
     return told[0].item(), told[1].item()
-
-
-def timed_alone(way: Way, clear: Callable[[], None]) -> tuple[float, float]:
-    clear()
-    start = time.perf_counter()
-    loss = way()
-    return time.perf_counter() - start, loss
 
 
 def work(args: argparse.Namespace) -> dict[str, dict[str, float]]:
@@ -177,31 +174,42 @@ def work(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     mesh = open_mesh(Topology(pipeline=ranks))
-    one, clear_one = own_way(args, mesh_on_paper(Topology(), 0), "1f1b") if mesh.rank == 0 else (None, lambda: None)
+    one = own_way(args, mesh_on_paper(Topology(), 0), "1f1b")
     found = {}
     for schedule, chunks in CHUNKS.items():
         ways = {"megazero": own_way(args, mesh, schedule), "torch": torch_way(args, mesh, schedule)}
-        seconds: dict[str, list[float]] = {name: [] for name in ("one process", *ways)}
+        seconds: dict[str, list[float]] = {name: [] for name in ("a part", "one process", *ways)}
         for turn in range(args.rounds + 2):
-            told = {"one process": alone(args, one, clear_one, mesh)}
+            told = {
+                "a part": timed_alone(*one, mesh, args.threads),
+                "one process": timed_alone(*one, mesh, args.threads * ranks),
+            }
             for name in list(ways)[:: -1 if turn % 2 else 1]:
                 told[name] = timed(*ways[name], mesh)
             losses = [loss for _, loss in told.values()]
             assert max(losses) - min(losses) < 1e-5 * max(losses), f"the ways differ: {told}"
             for name, (took, _) in told.items() if turn > 1 else ():  # the first rounds warm up
                 seconds[name].append(took)
-        megazero, theirs, single = seconds["megazero"], seconds["torch"], seconds["one process"]
-        found[schedule] = {
-            "megazero seconds": statistics.median(megazero),
-            "torch seconds": statistics.median(theirs),
-            "ratio (above 1: faster than torch)": statistics.median(a / b for a, b in zip(theirs, megazero)),
-            "one process seconds": statistics.median(single),
-            "efficiency": statistics.median(a / b for a, b in zip(single, megazero)),
-            "efficiency of torch": statistics.median(a / b for a, b in zip(single, theirs)),
-            "bound": args.micro_batches / (args.micro_batches + (ranks - 1) / chunks),
+        found[schedule] = figures(seconds, ranks) | {
+            "bound": args.micro_batches / (args.micro_batches + (ranks - 1) / chunks)
         }
     dist.destroy_process_group()
     return found if mesh.rank == 0 else {}
+
+
+def figures(seconds: dict[str, list[float]], ranks: int) -> dict[str, float]:
+    """Medians of one schedule, and of ratios within a round."""
+    def ratio(slow: str, fast: str) -> float:
+        return statistics.median(a / b for a, b in zip(seconds[slow], seconds[fast], strict=True))
+
+    return {
+        "seconds": statistics.median(seconds["megazero"]),
+        "seconds of torch": statistics.median(seconds["torch"]),
+        "ratio (above 1: faster than torch)": ratio("torch", "megazero"),
+        "efficiency against one process": ratio("one process", "megazero"),
+        "efficiency of torch against it": ratio("one process", "torch"),
+        "share of perfect scaling": ratio("a part", "megazero") / ranks,
+    }
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -217,7 +225,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=15, help="of which medians are taken; default: 15")
     add("--json", metavar="FILE", help="write the numbers to FILE as well")
     add("--worker", metavar="FILE", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    for stages in (processes * max(CHUNKS.values()) for processes in args.processes):
+        if args.layers % stages:
+            parser.error(f"--layers {args.layers} is not divisible by {stages} stages")
+    return args
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -75,9 +75,16 @@ class _Step:
     sends: deque[tuple[Any, Tensor, torch.UntypedStorage | None]] = field(default_factory=deque)  # work, x, to be freed
     outputs: dict[int, Tensor] = field(default_factory=dict)
     times: list[Timed] = field(default_factory=list)
+    began: float = 0.0                # when the current instruction began its work, after waiting for its tensor
 
     def of(self, op: Any) -> _Live:
         return self.live.setdefault((op.stage, op.micro), _Live())
+
+    def arrive(self, live: _Live) -> None:
+        """Wait for the tensor that is on its way."""
+        live.arriving.wait()
+        live.arriving = None
+        self.began = perf_counter()
 
     def settle(self, limit: int) -> None:
         """Wait for the oldest sends until at most `limit` are under way."""
@@ -118,13 +125,13 @@ class PipeEngine:
         with nullcontext() if training else torch.no_grad():
             completing = self._completing(program)
             for at, op in enumerate(program):
-                start = perf_counter()
+                step.began = perf_counter()
                 if at in completing:
                     self.reduction.arm(op.stage)
                 _RUN[type(op)](self, op, step)
                 if at in completing and self.reduction.every:
                     self.reduction.reduce(op.stage)
-                step.times.append((op, start, perf_counter()))
+                step.times.append((op, step.began, perf_counter()))
         step.settle(0)
         if training and self.trace is not None:
             self.trace.append(step.times)
@@ -144,8 +151,7 @@ class PipeEngine:
     def _forward(self, op: Forward, step: _Step) -> None:
         live = step.of(op)
         if live.arriving is not None:
-            live.arriving.wait()
-            live.arriving = None
+            step.arrive(live)
         elif op.stage:                                    # the stage below lives on this very rank
             below = step.live[op.stage - 1, op.micro]
             live.entry = below.exit.detach()
@@ -160,7 +166,8 @@ class PipeEngine:
                 del step.live[op.stage, op.micro]
 
     def _run_stage(self, op: Forward, entry: Tensor | None, step: _Step) -> Tensor:
-        """The stage's forward. The first time it is watched whether any node saves the output itself."""
+        """The stage's forward. The first time it is watched whether the output is anything else as well: what a node
+        saved, the input, or (a view of) a parameter."""
         stage, batch = self.stages[op.stage], step.batches[op.micro]
         if not step.training or op.stage in self._keeps_exit:
             return stage(entry, batch)
@@ -174,16 +181,17 @@ class PipeEngine:
             out = stage(entry, batch)
         storage = out.untyped_storage().data_ptr()
         is_entry = entry is not None and storage == entry.untyped_storage().data_ptr()
-        self._keeps_exit[op.stage] = is_entry or storage in saved
+        is_parameter = out.is_leaf or out._base is not None and out._base.is_leaf
+        self._keeps_exit[op.stage] = is_entry or is_parameter or storage in saved
         return out
 
     def _backward(self, op: Backward | BackwardInput, step: _Step) -> None:
         """Gradients of the stage's input and of all weights that the stage's queue does not put off."""
         live = step.of(op)
         if live.arriving is not None:
-            live.arriving.wait()
+            step.arrive(live)
         torch.autograd.backward([live.exit], [live.grad])
-        live.exit = live.grad = live.arriving = None
+        live.exit = live.grad = None
         below = step.live.get((op.stage - 1, op.micro))
         if below is not None and below.exit is not None:
             below.grad = live.entry.grad

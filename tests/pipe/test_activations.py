@@ -151,3 +151,22 @@ def test_an_output_that_a_node_saved_is_not_freed():
     numbers = torch.arange(micros, dtype=torch.float64)
     expected = (numbers * numbers * (1 - torch.tanh(0.5 * numbers).square())).sum()
     torch.testing.assert_close(grad, torch.full_like(grad, expected.item()), rtol=1e-12, atol=0)
+
+
+def hand_on_a_parameter(is_view):
+    """The first rank's gradient of a parameter that (or half of which) is the very output of its stage."""
+    mesh = open_mesh(Topology(pipeline=2))
+    programs = add_communication(SCHEDULES["1f1b"](2, 8, 1), 2)
+    weight = torch.ones(4, 2, dtype=torch.float64, requires_grad=True)
+    parts = [lambda x, batch: weight[:2] if is_view else weight, lambda x, batch: x.sum()]
+    engine = PipeEngine({mesh.stage: parts[mesh.stage]}, 1, Wires(mesh.pipeline, edges_of(programs)), **options)
+    engine.run(programs[mesh.stage], [None] * 8, (2 if is_view else 4, 2))
+    return weight.detach(), weight.grad
+
+
+@pytest.mark.parametrize("is_view", [True, False])
+def test_an_output_that_is_a_parameter_is_not_freed(is_view):
+    """Learned tokens at the front of a model, say: freeing what was sent would take the parameter with it."""
+    weight, grad = on_ranks(2, hand_on_a_parameter, is_view)[0]
+    assert torch.equal(weight, torch.ones_like(weight))
+    assert grad[:2].eq(8.0).all() and grad[2:].eq(0.0 if is_view else 8.0).all()
