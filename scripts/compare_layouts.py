@@ -133,6 +133,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         layouts = [Layout.read(text) for text in args.layouts]
         config, commands = plan(layouts, args, flags)
         tolerances = tolerances_of(config.precision, args.tolerance)
+        if (config.model.attention_dropout or config.model.hidden_dropout) and len({x.tensor for x in layouts}) > 1:
+            print(
+                "compare_layouts.py: layouts of another tensor size draw other dropout masks and train another model: "
+                "add --attention-dropout 0 --hidden-dropout 0 to compare them",
+                file=sys.stderr,
+            )
         with tempfile.TemporaryDirectory(prefix="compare-layouts-") as folder:
             found = list(compare(layouts, commands, Path(folder), tolerances, steps=args.steps, lr=config.schedule.lr))
     except ValueError as wrong:
