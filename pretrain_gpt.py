@@ -109,6 +109,7 @@ class Plan:
     samples: Mapping[str, SampleSource]     # of each part of the data
     rules: DocumentRules
     checkpoint: Path | None         # to start from
+    reached: Mapping[str, object]   # how far the checkpoint is
     changed: tuple[str, ...]        # settings that differ from the checkpoint's
     parameters: int                 # of the whole model
 
@@ -123,17 +124,18 @@ def prepare(config: Config, world: World) -> Plan:
     samples, rules = open_parts(config, tokenizer, vocab, sizes), rules_of(config, tokenizer)
     check_places(config.logging)
     checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
-    check_save(config, checkpoint)
+    index = None if checkpoint is None else read_index(checkpoint)[0]
+    reached = {} if index is None else index.progress
+    check_save(config, checkpoint, reached)
     changed: tuple[str, ...] = ()
     iterations = config.batch.iterations(sizes, seq_length=config.model.seq_length)
-    if checkpoint is not None:
-        index = read_index(checkpoint)[0]
+    if index is not None:
         saved = Config.from_json(json.dumps(index.config))
         check_same_model(saved, config)
         if not config.checkpoint.finetune:
             config = with_agreed_schedule(saved, config)
             schedule_of(config, sizes)
-            done, consumed = (int(index.progress[name]) for name in ("iteration", "consumed_samples"))
+            done, consumed = (int(reached[name]) for name in ("iteration", "consumed_samples"))
             iterations = config.batch.iterations(
                 sizes, seq_length=config.model.seq_length, done=done, consumed_samples=consumed
             )
@@ -143,8 +145,8 @@ def prepare(config: Config, world: World) -> Plan:
     layers, topology, how = layers_of(config, vocab), topology_of(config, world.size), pipelining_of(config)
     parameters = sum(stage.recorded for stage in plan_stages(layers, topology, how))
     return Plan(
-        config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, changed,
-        parameters,
+        config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, reached,
+        changed, parameters,
     )
 
 
@@ -180,7 +182,7 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
 def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
     """Hosts that see other files must not train together: raises AgreedError where the settings or the checkpoint
     differ between ranks."""
-    checkpoint = None if plan.checkpoint is None else (plan.checkpoint.name, read_index(plan.checkpoint)[0].progress)
+    checkpoint = None if plan.checkpoint is None else (plan.checkpoint.name, plan.reached)
     settings = replace(plan.config, logging=LoggingConfig(), data=DataConfig(mock_data=True))    # paths may differ
     told = gather_objects((checkpoint, settings), mesh.world)
     for rank, (other, theirs) in enumerate(told):
@@ -336,7 +338,7 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     return feeds
 
 
-def check_save(config: Config, checkpoint: Path | None) -> None:
+def check_save(config: Config, checkpoint: Path | None, reached: Mapping[str, object]) -> None:
     """Raises ValueError where --save could not be made or written to, or holds what this run would mix itself with:
     checkpoints later than the one it starts from, unless --ckpt-step goes back on purpose. Makes nothing."""
     if config.checkpoint.save is None:
@@ -346,7 +348,7 @@ def check_save(config: Config, checkpoint: Path | None) -> None:
     newest = latest(root, say=lambda line: None)
     start = 0
     if checkpoint is not None and not config.checkpoint.finetune:
-        start = int(read_index(checkpoint)[0].progress["iteration"])
+        start = int(reached["iteration"])
     goes_back = config.checkpoint.ckpt_step is not None and checkpoint is not None and checkpoint.parent == root
     if newest is not None and newest > start and not goes_back:
         raise ValueError(
