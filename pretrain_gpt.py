@@ -197,16 +197,13 @@ def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
 
 def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     """The trainer of this rank, and the progress it starts from."""
-    config, topology = plan.config, plan.topology
-    model = config.model
+    config = plan.config
     how = Recompute()
     if config.recompute.recompute_granularity == "full":
         how = Recompute(config.recompute.recompute_method, config.recompute.layers)
     feeds = open_feeds(plan, mesh)
-    wire_shape = (model.seq_length // topology.tensor, config.batch.micro_batch_size, model.hidden_size)
     setup = Setup(
-        wire_shape, dtypes(config.precision), config.optimizer, zero_of(config), plan.pipelining, how, config.run.seed,
-        residual_of(config),
+        dtypes(config.precision), config.optimizer, zero_of(config), plan.pipelining, how, config.run.seed
     )
     example = feeds["train"].example() if plan.pipelining.split.weighs == "seconds" else None
     machine = assemble(plan.layers, mesh, setup, example)
@@ -216,7 +213,7 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     progress = load(plan, machine, metrics)
     schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
-        machine, feeds, schedules, batch=config.batch, seq_length=model.seq_length, metrics=metrics,
+        machine, feeds, schedules, batch=config.batch, seq_length=config.model.seq_length, metrics=metrics,
         save=partial(save, plan, machine, metrics),
     )
     return trainer, progress

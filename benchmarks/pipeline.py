@@ -101,12 +101,11 @@ def own_way(args: argparse.Namespace, mesh: Mesh, schedule: str) -> tuple[Way, C
     initialize(infos, mesh.topology, mesh.rank, seed=SEED)
     programs = add_communication(order(ranks, args.micro_batches, chunks), ranks * chunks)
     wires = Wires(mesh.pipeline, edges_of(programs))
-    engine = PipeEngine(stages, ranks * chunks - 1, wires, dtype=torch.float32, device=mesh.device)
+    engine = PipeEngine(stages, ranks * chunks - 1, wires, device=mesh.device)
     batches = list(zip(*(part.split(args.micro_batch) for part in data_of(args)), strict=True))
-    shape = (args.micro_batch, args.seq, args.hidden)
 
     def step() -> float:
-        return sum(loss.item() for loss in engine.run(programs[mesh.stage], batches, shape))
+        return sum(loss.item() for loss in engine.run(programs[mesh.stage], batches))
 
     def clear() -> None:
         for stage in stages.values():

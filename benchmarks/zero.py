@@ -118,8 +118,7 @@ def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tup
     mesh = open_mesh(Topology(data=RANKS))
     layers = gpt_layers(GPTSetup(model, vocab, torch.float32))
     optimizer = OptimizerConfig(adam_eps=1e-8)
-    wire_shape = (model.seq_length, batch, model.hidden_size)
-    setup = Setup(wire_shape, Dtypes(torch.float32, torch.float32), optimizer, zero)
+    setup = Setup(Dtypes(torch.float32, torch.float32), optimizer, zero)
     machine = assemble(layers, mesh, setup)
 
     def step(tokens: Tensor, labels: Tensor) -> float:

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     parser.add_argument("--save", type=Path, help="where checkpoints are; a run goes on from the newest")
     asked = parser.parse_args(argv)
     with open_ranks(Topology(asked.pipeline, asked.data)) as mesh:
-        model = OwnModel(LAYERS, loss, mesh, Setup((LENGTH, BATCH, WIDTH), pipelining=Pipelining(asked.schedule)))
+        model = OwnModel(LAYERS, loss, mesh, Setup(pipelining=Pipelining(asked.schedule)))
         return model.train(example, steps=asked.steps, micro_batches=8, learning_rate=3e-3, save=asked.save)
 
 

@@ -58,14 +58,10 @@ class Shape:
 
     vocab      entries that may be chosen: without padding, and none that the tokenizer lacks
     positions  tokens that the model can look back on, the newest included
-    hidden     width of the residual stream
-    dtype      of parameters and activations
     """
 
     vocab: int
     positions: int
-    hidden: int
-    dtype: torch.dtype
 
 
 class Writer:
@@ -79,8 +75,7 @@ class Writer:
         programs = add_communication(forward_only(mesh.pipeline.size, 1, 1), mesh.pipeline.size)
         self.program = programs[mesh.stage]
         self.engine = PipeEngine(
-            self.stages, mesh.pipeline.size - 1, Wires(mesh.pipeline, edges_of(programs)),
-            dtype=shape.dtype, device=mesh.device,
+            self.stages, mesh.pipeline.size - 1, Wires(mesh.pipeline, edges_of(programs)), device=mesh.device
         )
 
     @torch.no_grad()
@@ -103,11 +98,9 @@ class Writer:
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Ids [seq, batch] -> logits of the token after them [batch, vocab] on the last stage, None on the others."""
-        seq, batch = tokens.shape
         ids = tokens.cpu().numpy()
         micro = MicroBatch(tokens, positions=self.rules.positions(ids), documents=self.rules.documents(ids))
-        rows = -(-seq // self.mesh.tensor.size)             # the embedding pads to a multiple of the tensor size
-        outputs = self.engine.run(self.program, [micro.to(self.mesh.device)], (rows, batch, self.shape.hidden))
+        outputs = self.engine.run(self.program, [micro.to(self.mesh.device)], tuple(tokens.shape))
         if not outputs:
             return None
         return all_gather(outputs[0][-1].T, self.mesh.tensor)[: self.shape.vocab].T

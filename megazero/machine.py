@@ -7,12 +7,12 @@ programs and the engine that runs them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import OptimizerConfig
 from .data.batch import MicroBatch
@@ -25,8 +25,9 @@ from .parallel.rules import SGD, Adam, Rule
 from .parallel.zero import Zero, ZeroOptimizer
 from .pipe.engine import PipeEngine
 from .pipe.lower import Program, add_communication
+from .pipe.output import Hidden, flat, hidden_of, shaped
 from .pipe.p2p import Wires, edges_of
-from .pipe.schedule import SCHEDULES, Schedule
+from .pipe.schedule import SCHEDULES, Schedule, forward_only
 from .pipe.split import Split
 from .pipe.stage import Cut, LayerSpec, Recompute, Stage, build_stages, cut_layers
 from .precision import Dtypes
@@ -53,20 +54,14 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a machine is to do.
+    """What a machine is to do."""
 
-    wire_shape  of hidden states between stages, as [seq / tensor, micro-batch, hidden]
-    wire_dtype  of them; None: that of the parameters
-    """
-
-    wire_shape: tuple[int, ...]
     dtypes: Dtypes = Dtypes(torch.float32, torch.float32)
     optimizer: OptimizerConfig = OptimizerConfig()
     zero: Zero = Zero(clip=1.0)
     pipelining: Pipelining = Pipelining()
     recompute: Recompute = Recompute()
     seed: int = 1234
-    wire_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -82,18 +77,16 @@ class Machine:
     optimizer: ZeroOptimizer
     train_program: Callable[[int], Program]
     evaluate_program: Callable[[int], Program]
-    wire_shape: tuple[int, ...]
     last: int
 
-    def loss(
-        self, batches: Sequence[MicroBatch], program: Program, *, wire_shape: tuple[int, ...] | None = None
-    ) -> Tensor:
+    def loss(self, batches: Sequence[MicroBatch], program: Program, *, key: Hashable = None) -> Tensor:
         """Run `program`, with its backwards if it has any; the summed loss of all data ranks, fp64 scalar on all.
 
-        `wire_shape` is given where this step's hidden states are of another shape than the machine's.
+        Where training steps have hidden states of several shapes, or evaluations have, `key` says of which this one's
+        are, the same on all ranks: the sequence length, say.
         """
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for loss in self.engine.run(program, batches, wire_shape or self.wire_shape):
+        for loss in self.engine.run(program, batches, key):
             total += loss
         return broadcast(all_reduce(total, self.mesh.data), self.mesh.pipeline, self.last)
 
@@ -105,10 +98,20 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     """
     ranks, how = mesh.pipeline.size, setup.pipelining
     placed = how.homes(ranks)
+
+    @cache
+    def train(micro_batches: int) -> list[Program]:
+        return add_communication(how.order(ranks, micro_batches, how.chunks), len(placed))
+
+    @cache
+    def evaluate(micro_batches: int) -> list[Program]:
+        return add_communication(how.order.forward_only(ranks, micro_batches, how.chunks), len(placed))
+
+    wires = Wires(mesh.pipeline, edges_of(train(1)))                # the same for any number of micro-batches
     seconds = None
     if how.split.weighs == "seconds":
         assert example is not None, "a split by measured cost needs an example"
-        seconds = measured_seconds(layers, mesh, setup, example)
+        seconds = measured_seconds(layers, wires, mesh, setup, example)
     cut = cut_layers(layers, placed, how.split, seconds)
     stages = _initialized(layers, mesh, cut, setup)
     homes: dict[str, tuple[int, ...]] = {}
@@ -121,22 +124,13 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     )
     optimizer.attach(list(stages.values()), [stage.weights for stage in stages.values()])
 
-    @cache
-    def train(micro_batches: int) -> list[Program]:
-        return add_communication(how.order(ranks, micro_batches, how.chunks), len(placed))
-
-    @cache
-    def evaluate(micro_batches: int) -> list[Program]:
-        return add_communication(how.order.forward_only(ranks, micro_batches, how.chunks), len(placed))
-
     engine = PipeEngine(
-        stages, len(placed) - 1, Wires(mesh.pipeline, edges_of(train(1))),       # whatever the number of micro-batches
-        dtype=setup.wire_dtype or setup.dtypes.compute, device=mesh.device,
+        stages, len(placed) - 1, wires, device=mesh.device,
         queues={number: stage.weights for number, stage in stages.items()}, reduction=optimizer.reducer,
     )
     return Machine(
         mesh, engine, optimizer, lambda count: train(count)[mesh.stage], lambda count: evaluate(count)[mesh.stage],
-        setup.wire_shape, placed[-1],
+        placed[-1],
     )
 
 
@@ -164,27 +158,41 @@ def _initialized(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, setup: Setup
     return stages
 
 
-def measured_seconds(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: MicroBatch) -> list[float]:
+def measured_seconds(
+    layers: Sequence[LayerSpec], wires: Wires, mesh: Mesh, setup: Setup, example: MicroBatch
+) -> list[float]:
     """Seconds of each layer's forward and backward, the same list on all ranks.
 
-    Each pipeline rank times the layers that an even cut would give it; of the ranks that time a layer the slowest
-    counts. Layers without cost (see LayerSpec) are timed too.
+    Each pipeline rank times the layers that an even cut would give it, on the hidden states that one forward of the
+    whole model brings them; of the ranks that time a layer the slowest counts. Layers without cost (see LayerSpec) are
+    timed too.
     """
-    cut = cut_layers(layers, list(range(mesh.pipeline.size)))
-    stages = _initialized(layers, mesh, cut, replace(setup, recompute=Recompute()))
-    found: dict[str, float] = {}
-    for stage in stages.values():
-        for name, layer in stage.named_layers():
-            x = torch.randn(setup.wire_shape, dtype=setup.dtypes.master, device=mesh.device)
-            found[name] = min(_seconds(layer.to(setup.dtypes.master), x, example) for _ in range(MEASURED_RUNS))
+    ranks = mesh.pipeline.size
+    stages = _initialized(layers, mesh, cut_layers(layers, range(ranks)), replace(setup, recompute=Recompute()))
+    named, inputs = stages[mesh.stage].named_layers(), []
+
+    def run_and_keep(x: Hidden | None, batch: MicroBatch) -> Hidden:
+        for _, layer in named:
+            inputs.append(x)
+            x = hidden_of(layer(x, batch))
+        return x
+
+    program = add_communication(forward_only(ranks, 1), ranks)[mesh.stage]
+    PipeEngine({mesh.stage: run_and_keep}, ranks - 1, wires, device=mesh.device).run(program, [example])
+    found = {
+        name: min(_seconds(layer, x, example) for _ in range(MEASURED_RUNS))
+        for (name, layer), x in zip(named, inputs, strict=True)
+    }
     told = gather_objects(found, mesh.world)
     return [max(seconds.get(layer.name, 0.0) for seconds in told) for layer in layers]
 
 
-def _seconds(layer: Callable[[Tensor, MicroBatch], Tensor], x: Tensor, example: MicroBatch) -> float:
+def _seconds(layer: nn.Module, x: Hidden | None, example: MicroBatch) -> float:
+    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flat(x))
     start = time.perf_counter()
-    out = layer(x.requires_grad_(), example)
-    out.backward(torch.ones_like(out))
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
+    out = hidden_of(layer(shaped(tensors, isinstance(x, tuple)), example))
+    roots = [y for y in flat(out) if y.requires_grad]
+    torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
+    for device in {y.device for y in roots if y.is_cuda}:
+        torch.cuda.synchronize(device)
     return time.perf_counter() - start

@@ -1,7 +1,7 @@
 """A model of one's own: plain torch modules and a loss, trained by the same engine, ZeRO and checkpoints as GPT.
 
     with open_ranks(Topology(pipeline=2, data=2)) as mesh:
-        model = OwnModel([plain("first", make_first), ...], loss, mesh, Setup(wire_shape))
+        model = OwnModel([plain("first", make_first), ...], loss, mesh, Setup())
         model.train(example, steps=1000, micro_batches=8, learning_rate=1e-3)
 
 examples/own_model.py is a whole program.
@@ -28,6 +28,7 @@ from .parallel.random import Draw, draw_seed, seed_generator
 from .parallel.topology import Topology
 from .parallel.zero import Rates
 from .pipe.lower import Program
+from .pipe.output import Hidden, flat
 from .pipe.stage import LayerSpec
 from .trainer import Progress
 
@@ -61,18 +62,19 @@ def open_ranks(topology: Topology) -> Iterator[Mesh]:
 def plain(
     name: str, make: Callable[[], nn.Module], *, std: float = 0.02, cost: float = 1.0, recomputable: bool = False
 ) -> LayerSpec:
-    """A layer made of a plain torch module that maps one tensor on; the first layer of a model gets the inputs.
+    """A layer made of a plain torch module that maps one tensor on, or several: what a layer returns as a tuple the
+    next one gets as its arguments. The first layer of a model gets the inputs.
 
     `std` is that of its initial values: see `adopt`. What it draws in training, in dropout say, depends on the layer
     and the micro-batch alone, so neither recomputation nor any layout changes it. Its weight gradients are never put
     off.
     """
-    def prepare(module: nn.Module, given: tuple[Tensor | None, Example]) -> tuple[Tensor]:
+    def prepare(module: nn.Module, given: tuple[Hidden | None, Example]) -> tuple[Tensor, ...]:
         x, example = given
         module.train(example.draw is not None)
         if example.draw is not None:
             seed_generator(example.inputs.device, draw_seed(example.draw, 0, name, None))
-        return (example.inputs if x is None else x,)
+        return (example.inputs,) if x is None else flat(x)
 
     def build(mesh: Mesh) -> nn.Module:
         module = adopt(make(), std=std)
@@ -110,7 +112,6 @@ class OwnModel:
 
     layers  bottom up, made by `plain` or as LayerSpec of modules that take (hidden state or None, Example)
     loss    (output of the last layer, targets) -> scalar, the mean over a micro-batch
-    setup   its wire_shape is that of the hidden states between any two layers where stages may meet
     """
 
     def __init__(
@@ -173,7 +174,8 @@ class OwnModel:
         count = all_reduce(torch.tensor(float(len(examples)), device=device), self.mesh.data)
         self._loss.scale = loss_scale / count.item()
         here = [replace(e, inputs=e.inputs.to(device), targets=e.targets.to(device)) for e in examples]
-        return self.machine.loss(here, program).item() / loss_scale
+        shapes = tuple(part.shape for part in (examples[0].inputs, examples[0].targets))
+        return self.machine.loss(here, program, key=shapes).item() / loss_scale
 
     def save(self, root: Path) -> Path:
         """Save all state under `root`; any layout can load it. Returns the checkpoint's folder."""

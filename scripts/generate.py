@@ -127,7 +127,7 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
     choose_device(args.distributed_backend, world.local_rank)
     data, eod = config.data, tokenizer.eod
     rules = DocumentRules(eod, reset_positions=data.reset_position_ids, reset_attention=data.reset_attention_mask)
-    shape = Shape(min(vocab, tokenizer.vocab_size), model.positions, model.hidden_size, compute)
+    shape = Shape(min(vocab, tokenizer.vocab_size), model.positions)
     return Plan(args, how, reader, topology, tokenizer, rules, layers, shape)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from examples.own_model import BATCH, LENGTH, WIDTH, Recurrent, example, loss, main
+from examples.own_model import WIDTH, Recurrent, example, loss, main
 from megazero.machine import Pipelining, Setup
 from megazero.own import Example, OwnModel, open_ranks, plain
 from megazero.parallel.collectives import AgreedError
@@ -92,7 +92,7 @@ def train_noisy(pipeline: int, data: int, runs: list[tuple[str, int]], recompute
     """Losses of three steps and of an evaluation, by run."""
     mesh, found = open_mesh(Topology(pipeline, data)), []
     for name, chunks in runs:
-        setup = Setup((4, 2, WIDTH), FP64, pipelining=Pipelining(name, chunks), recompute=recompute)
+        setup = Setup(FP64, pipelining=Pipelining(name, chunks), recompute=recompute)
         model = OwnModel(NOISY, loss, mesh, setup)
         losses = model.train(wide, steps=3, micro_batches=4, learning_rate=3e-3)
         mine = [wide(number) for number in range(4)[mesh.data.index :: data]]
@@ -104,6 +104,74 @@ def test_schedules_and_layouts_train_it_alike_though_its_layers_draw() -> None:
     """To 1e-10 in fp64, with dropout of plain torch and full recomputation, on pipeline 2 x data 2."""
     (want,) = train_noisy(1, 1, RUNS[:1], Recompute())
     for found in on_ranks(4, train_noisy, 2, 2, RUNS, Recompute("uniform", 1)):
+        for (name, _), losses in zip(RUNS, found, strict=True):
+            assert losses == pytest.approx(want, rel=1e-10), name
+
+
+class Reader(nn.Module):
+    """What is read, as memory, and its first places, as queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(2, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        memory = self.enter(x)
+        return memory, memory[:3]
+
+
+class Query(nn.Module):
+    """Queries [3, batch, width] look at the memory, which goes on untouched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.look = nn.MultiheadAttention(WIDTH, 2)
+
+    def forward(self, memory: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return memory, x + self.look(x, memory, memory, need_weights=False)[0]
+
+
+class Answer(nn.Module):
+    """The memory ends here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.leave = nn.Linear(WIDTH, 1)
+
+    def forward(self, memory: Tensor, x: Tensor) -> Tensor:
+        return self.leave(x)
+
+
+QUERIES = [
+    plain("read", Reader, std=0.5, cost=0.0),
+    *(plain(f"query.{i}", Query, std=0.2, recomputable=True) for i in range(4)),
+    plain("answer", Answer, std=0.2, cost=0.0),
+]
+
+
+def train_queries(pipeline: int, data: int, runs: list[tuple[str, int]], recompute: Recompute) -> list[list[float]]:
+    """Losses by run: training, an evaluation of longer examples, and more training on longer and on shorter ones."""
+    mesh, found = open_mesh(Topology(pipeline, data)), []
+    for name, chunks in runs:
+        model = OwnModel(QUERIES, loss, mesh, Setup(FP64, pipelining=Pipelining(name, chunks), recompute=recompute))
+        mine = [long(number) for number in range(4)[mesh.data.index :: data]]
+        losses = model.train(wide, steps=2, micro_batches=4, learning_rate=3e-3)
+        losses += [model.evaluate(mine), model.step(mine, learning_rate=3e-3)]
+        losses += model.train(wide, steps=5, micro_batches=4, learning_rate=3e-3)
+        found.append(losses)
+    return found
+
+
+def long(number: int) -> Example:
+    one = example(number)
+    return Example(one.inputs[:9, :3].double(), one.targets[:3].double())
+
+
+def test_layers_may_hand_on_several_tensors_of_any_shape() -> None:
+    """To 1e-10 in fp64, on pipeline 2 x data 2: nobody says which shapes they have, nor when they change."""
+    (want,) = train_queries(1, 1, RUNS[:1], Recompute())
+    assert len(want) == 6
+    for found in on_ranks(4, train_queries, 2, 2, RUNS, Recompute("uniform", 1)):
         for (name, _), losses in zip(RUNS, found, strict=True):
             assert losses == pytest.approx(want, rel=1e-10), name
 
@@ -143,14 +211,14 @@ def test_wrong_sizes_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match=r"pipeline=2, data=2.* needs 4 processes, 1 were started"):
         with open_ranks(Topology(2, 2)):
             pass
-    model = OwnModel(NOISY, loss, mesh_on_paper(Topology(), 0), Setup((LENGTH, BATCH, WIDTH), FP64))
+    model = OwnModel(NOISY, loss, mesh_on_paper(Topology(), 0), Setup(FP64))
     model.mesh = mesh_on_paper(Topology(data=3), 0)
     with pytest.raises(ValueError, match="8 micro-batches of a step are not evenly shared by 3 data ranks"):
         model.train(wide, steps=1, micro_batches=8, learning_rate=1e-3)
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:
-    setup = Setup((4, 2, WIDTH), FP64)
+    setup = Setup(FP64)
     model = OwnModel(NOISY, lambda x, sums: loss(x, sums) / 0.0, mesh_on_paper(Topology(), 0), setup)
     with pytest.raises(AgreedError, match="step 1: loss inf, gradient norm .*: not finite"):
         model.step([wide(0)], learning_rate=1e-3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def dropout(x: Tensor, probability: float, draw: Draw | None, *, layer: int, pur
     return torch.native_dropout(x, probability, True)[0]       # keeps one byte per element for the backward
 
 
-def recompute(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def recompute(function: Callable[..., Any], *inputs: Tensor) -> Any:
     """`function(*inputs)` that keeps only its inputs for the backward and runs again there.
 
     Bit-neutral: draws are seeded again by the layers themselves, so no generator state needs to be kept.

@@ -1,13 +1,15 @@
 """The interpreter: runs one rank's program over its stages. All it knows of a schedule is its words.
 
-A receive is posted where it stands in the program and waited for where its tensor is used; a send is waited
-for only when too many are under way. So the program's order rules the wires, never the clock.
+A receive is posted where it stands in the program and waited for where its tensors are used; a send is waited
+for only when too many are under way. So the program's order rules the wires, never the clock. What the first message
+of a kind is made of a header says, which is waited for where the receive stands: that cannot hang, for programs do
+not even where every send and receive blocks there (`simulate.check_blocking`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -30,10 +32,14 @@ from .instructions import (
     SendGrad,
 )
 from .lower import Program
+from .message import HEADER, Format
+from .output import Hidden, Output, WithLoss, add_reports_, flat, hidden_of, shaped
 from .p2p import Wires
 
 SENDS_UNDER_WAY = 4
 
+Grads = Sequence[Tensor | None]                 # None: there is no gradient
+Place = tuple[Hashable, bool, int]              # the key of a step, whether it trains, a stage
 Timed = tuple[Instruction, float, float]        # an instruction, when it began and when it ended
 
 
@@ -56,11 +62,20 @@ class Reduction(Protocol):
 class _Live:
     """What one (stage, micro-batch) holds between its first and its last instruction."""
 
-    entry: Tensor | None = None       # input of the stage; None on the first stage
-    exit: Tensor | None = None        # output of the stage; its storage may be freed once it is sent
-    grad: Tensor | None = None        # gradient of exit; None on the last stage, whose exit is the loss
-    entry_grad: Tensor | None = None  # gradient of entry, until it is sent
-    arriving: Any = None              # the receive that fills entry or grad
+    entry: Hidden | None = None       # input of the stage; None on the first stage
+    exit: Hidden | None = None        # output of the stage; its storages may be freed once it is sent
+    loss: Tensor | None = None        # of the stage's own layers
+    grads: Grads = ()                 # gradient of each tensor of exit; none on the last stage, whose exit is the loss
+    entry_grads: Grads = ()           # gradients of entry, until they are sent
+    arriving: Sequence[Any] = ()      # the receives that fill entry or grads
+
+
+@dataclass
+class _Sending:
+    """A message under way: the works and tensors of its parts, and the storages that are free once it has gone."""
+
+    parts: list[tuple[Any, Tensor]]
+    spent: Sequence[torch.UntypedStorage]
 
 
 @dataclass
@@ -68,60 +83,71 @@ class _Step:
     """What lives as long as one call of `run`."""
 
     batches: Sequence[Any]
-    wire_shape: tuple[int, ...]
+    key: Hashable
     training: bool
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[Work]] = field(default_factory=dict)
-    sends: deque[tuple[Any, Tensor, torch.UntypedStorage | None]] = field(default_factory=deque)  # work, x, to be freed
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    sends: deque[_Sending] = field(default_factory=deque)
+    outputs: dict[int, Hidden] = field(default_factory=dict)
+    reports: dict[str, Tensor] = field(default_factory=dict)
     times: list[Timed] = field(default_factory=list)
-    began: float = 0.0                # when the current instruction began its work, after waiting for its tensor
+    began: float = 0.0                # when the current instruction began its work, after waiting for its tensors
 
     def of(self, op: Any) -> _Live:
         return self.live.setdefault((op.stage, op.micro), _Live())
 
+    def place(self, stage: int) -> Place:
+        """What the format of a stage's input and output depends on."""
+        return self.key, self.training, stage
+
     def arrive(self, live: _Live) -> None:
-        """Wait for the tensor that is on its way."""
-        live.arriving.wait()
-        live.arriving = None
+        """Wait for the tensors that are on their way."""
+        for work in live.arriving:
+            work.wait()
+        live.arriving = ()
         self.began = perf_counter()
 
     def settle(self, limit: int) -> None:
         """Wait for the oldest sends until at most `limit` are under way."""
         while len(self.sends) > limit:
-            work, _, spent = self.sends.popleft()
-            work.wait()
-            if spent is not None:
-                spent.resize_(0)
+            message = self.sends.popleft()
+            for work, _ in message.parts:
+                work.wait()
+            for storage in message.spent:
+                storage.resize_(0)
 
 
 class PipeEngine:
-    """Runs programs over stages: number -> callable(input or None, micro-batch) -> output.
+    """Runs programs over stages: number -> callable(hidden states or None, micro-batch) -> Output.
 
-    The output of `last_stage` is a loss where the program has backwards; it is their root. `queues` holds the weight
-    queue of each stage whose layers can put weight gradients off. `reduction` is told when a stage's last backward
-    begins and when its gradients are complete. `trace`, where it is given, gets each training step's instructions with
-    their times in seconds.
+    The output of `last_stage` is a loss where the program has backwards; it is a root of them, and so is the loss that
+    any stage gives beside its hidden states (`WithLoss`). `queues` holds the weight queue of each stage whose layers
+    can put weight gradients off. `reduction` is told when a stage's last backward begins and when its gradients are
+    complete. `trace`, where it is given, gets each training step's instructions with their times in seconds.
+    `reports` are those of the last run, of this rank's stages, summed over its micro-batches.
     """
 
     def __init__(
-        self, stages: Mapping[int, Callable[[Tensor | None, Any], Tensor]], last_stage: int, wires: Wires, *,
-        dtype: torch.dtype, device: torch.device, queues: Mapping[int, WeightQueue] | None = None,
-        reduction: Reduction | None = None,
+        self, stages: Mapping[int, Callable[[Hidden | None, Any], Output]], last_stage: int, wires: Wires, *,
+        device: torch.device, queues: Mapping[int, WeightQueue] | None = None, reduction: Reduction | None = None,
     ) -> None:
         self.stages, self.last_stage, self.wires = stages, last_stage, wires
-        self.dtype, self.device, self.reduction = dtype, device, reduction
+        self.device, self.reduction = device, reduction
         self.queues = queues or {}
         self.trace: deque[list[Timed]] | None = None
-        self._keeps_exit: dict[int, bool] = {}        # stage -> whether a node of its graph saved its output
+        self.reports: dict[str, Tensor] = {}
+        self._sent: dict[Place, Format] = {}                # what the next stage was told of this one's output
+        self._received: dict[Place, Format] = {}            # what was told of a stage's input
+        self._spent: dict[Place, tuple[bool, ...]] = {}     # which tensors of an output are nothing else as well
 
-    def run(self, program: Program, batches: Sequence[Any], wire_shape: tuple[int, ...]) -> list[Tensor]:
-        """One step. `wire_shape` is that of the hidden states between stages, in this step.
+    def run(self, program: Program, batches: Sequence[Any], key: Hashable = None) -> list[Hidden]:
+        """One step. Its hidden states have the shapes of earlier steps with the same `key`, which is equal on all
+        ranks; training and evaluation are told apart without it.
 
         Returns the outputs of the last stage, one per micro-batch in order, where this rank holds it, else [].
         """
         training = any(isinstance(op, Backward | BackwardInput) for op in program)
-        step = _Step(batches, wire_shape, training)
+        step = _Step(batches, key, training)
         with nullcontext() if training else torch.no_grad():
             completing = self._completing(program)
             for at, op in enumerate(program):
@@ -137,6 +163,7 @@ class PipeEngine:
             self.trace.append(step.times)
         left = sorted(step.live.keys() | step.deferred.keys())
         assert not left, f"the program left {left} unfinished"
+        self.reports = step.reports
         return [step.outputs[micro] for micro in sorted(step.outputs)]
 
     def _completing(self, program: Program) -> set[int]:
@@ -150,55 +177,67 @@ class PipeEngine:
 
     def _forward(self, op: Forward, step: _Step) -> None:
         live = step.of(op)
-        if live.arriving is not None:
+        if live.entry is not None:
             step.arrive(live)
         elif op.stage:                                    # the stage below lives on this very rank
             below = step.live[op.stage - 1, op.micro]
-            live.entry = below.exit.detach()
+            live.entry = _detached(below.exit, step.training)
             if not step.training:
                 del step.live[op.stage - 1, op.micro]
-        if live.entry is not None and step.training:
-            live.entry.requires_grad_()
-        live.exit = self._run_stage(op, live.entry, step)
+        out = self._run_stage(op, live.entry, step)
+        live.exit = hidden_of(out)
+        if isinstance(out, WithLoss):
+            live.loss = out.loss
+            add_reports_(step.reports, out.reports)
         if op.stage == self.last_stage:
-            step.outputs[op.micro] = live.exit.detach()
+            step.outputs[op.micro] = _detached(live.exit, False)
             if not step.training:
                 del step.live[op.stage, op.micro]
 
-    def _run_stage(self, op: Forward, entry: Tensor | None, step: _Step) -> Tensor:
-        """The stage's forward. The first time it is watched whether the output is anything else as well: what a node
-        saved, the input, or (a view of) a parameter."""
-        stage, batch = self.stages[op.stage], step.batches[op.micro]
-        if not step.training or op.stage in self._keeps_exit:
+    def _run_stage(self, op: Forward, entry: Hidden | None, step: _Step) -> Output:
+        """The stage's forward. The first time it is watched which storages nodes save, and so which parts of the output
+        are free once they are sent."""
+        stage, batch, place = self.stages[op.stage], step.batches[op.micro], step.place(op.stage)
+        if not step.training or place in self._spent:
             return stage(entry, batch)
         saved: set[int] = set()
 
         def note(x: Tensor) -> Tensor:
-            saved.add(x.untyped_storage().data_ptr())
+            saved.add(_storage(x))
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
             out = stage(entry, batch)
-        storage = out.untyped_storage().data_ptr()
-        is_entry = entry is not None and storage == entry.untyped_storage().data_ptr()
-        is_parameter = out.is_leaf or out._base is not None and out._base.is_leaf
-        self._keeps_exit[op.stage] = is_entry or is_parameter or storage in saved
+        if not all(isinstance(x, Tensor) for x in flat(hidden_of(out))):
+            raise ValueError(f"stage {op.stage}: a layer returns a tensor or a tuple of them, or WithLoss of these")
+        self._spent[place] = _spent(out, entry, saved)
         return out
 
     def _backward(self, op: Backward | BackwardInput, step: _Step) -> None:
         """Gradients of the stage's input and of all weights that the stage's queue does not put off."""
         live = step.of(op)
-        if live.arriving is not None:
+        if live.arriving:
             step.arrive(live)
-        torch.autograd.backward([live.exit], [live.grad])
-        live.exit = live.grad = None
+        if op.stage == self.last_stage:
+            live.grads = [None]
+            roots = [(live.exit, None)]
+        else:
+            pairs = zip(flat(live.exit), live.grads, strict=True)
+            roots = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
+        if live.loss is not None and live.loss.requires_grad:
+            roots.append((live.loss, None))
+        if roots:
+            torch.autograd.backward([x for x, _ in roots], [grad for _, grad in roots])
+        live.exit, live.loss, live.grads = None, None, ()
         below = step.live.get((op.stage - 1, op.micro))
         if below is not None and below.exit is not None:
-            below.grad = live.entry.grad
+            below.grads = [x.grad for x in flat(live.entry)]
         if op.stage == 0 or below is not None:
             del step.live[op.stage, op.micro]
         else:
-            live.entry_grad, live.entry = live.entry.grad, None
+            wanted = [x for x in flat(live.entry) if x.requires_grad]
+            live.entry_grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in wanted]
+            live.entry = None
 
     def _backward_input(self, op: BackwardInput, step: _Step) -> None:
         queue = self.queues.get(op.stage, WeightQueue())
@@ -213,38 +252,79 @@ class PipeEngine:
         while work:
             work.pop()()                                  # in the order of the backward; what it held is freed at once
 
-    def _send(self, x: Tensor, peer: int, step: _Step, spent: torch.UntypedStorage | None = None) -> None:
-        x = x.contiguous()
-        step.sends.append((self.wires.send(x, peer), x, spent))
+    def _send(
+        self, tensors: Sequence[Tensor], peer: int, step: _Step, spent: Sequence[torch.UntypedStorage] = ()
+    ) -> None:
+        if not tensors:                                   # gradients that nobody asked for
+            return
+        whole = [x.contiguous() for x in tensors]
+        step.sends.append(_Sending([(self.wires.send(x, peer), x) for x in whole], spent))
         step.settle(SENDS_UNDER_WAY)
 
-    def _empty(self, step: _Step) -> Tensor:
-        return torch.empty(step.wire_shape, dtype=self.dtype, device=self.device)
-
     def _send_activation(self, op: SendActivation, step: _Step) -> None:
-        out = step.of(op).exit
+        out, place = step.of(op).exit, step.place(op.stage)
         if not step.training:
             del step.live[op.stage, op.micro]
-        # Its backward needs the node of the output, but not the values, unless some node saved them.
-        is_spent = step.training and not self._keeps_exit[op.stage]
-        self._send(out.detach(), op.peer, step, out.untyped_storage() if is_spent else None)
+        tensors, form = flat(out), self._sent.get(place)
+        if form is None:
+            self._sent[place] = form = Format.of(out)
+            self._send([form.header(self.device)], op.peer, step)
+        elif not form.fits(tensors):
+            raise ValueError(
+                f"stage {op.stage}: its output is {Format.of(out)}, but was {form} under the same key {step.key}"
+            )
+        # Its backward needs the nodes of the output, but not the values, unless some node saved them.
+        are_spent = self._spent.get(place, ())
+        spent = [x.untyped_storage() for x, is_spent in zip(tensors, are_spent, strict=False) if is_spent]
+        self._send([x.detach() for x in tensors], op.peer, step, spent)
 
     def _recv_activation(self, op: RecvActivation, step: _Step) -> None:
-        live = step.of(op)
-        live.entry = self._empty(step)
-        live.arriving = self.wires.receive(live.entry, op.peer)
+        live, place = step.of(op), step.place(op.stage)
+        if place not in self._received:
+            header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
+            self.wires.receive(header, op.peer).wait()
+            self._received[place] = Format.read(header.tolist())
+        form = self._received[place]
+        tensors = form.empty(self.device)
+        live.entry = shaped(tensors, form.is_tuple)
+        live.arriving = [self.wires.receive(x.detach(), op.peer) for x in tensors]
 
     def _send_grad(self, op: SendGrad, step: _Step) -> None:
-        self._send(step.live.pop((op.stage, op.micro)).entry_grad, op.peer, step)
+        self._send(step.live.pop((op.stage, op.micro)).entry_grads, op.peer, step)
 
     def _recv_grad(self, op: RecvGrad, step: _Step) -> None:
         live = step.of(op)
-        live.grad = self._empty(step)
-        live.arriving = self.wires.receive(live.grad, op.peer)
+        live.grads = [
+            torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
+            for x in flat(live.exit)
+        ]
+        live.arriving = [self.wires.receive(grad, op.peer) for grad in live.grads if grad is not None]
 
     def _reduce(self, op: ReduceGrads, step: _Step) -> None:
         if self.reduction is not None:
             self.reduction.finish(op.stage)
+
+
+def _detached(x: Hidden, training: bool) -> Hidden:
+    """The same values without their graph; in training they ask for gradients where they had one."""
+    if isinstance(x, Tensor):
+        return x.detach().requires_grad_(training and x.requires_grad)
+    return tuple(_detached(part, training) for part in x)
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _spent(out: Output, entry: Hidden | None, saved: set[int]) -> tuple[bool, ...]:
+    """Whether each tensor of an output is needed no more once it is sent: a storage stays that a node saved, that is
+    (part of) the input, of a parameter or of anything that was there before, or of the stage's loss and reports."""
+    tensors = flat(hidden_of(out))
+    keep = [*flat(entry), *(x for x in tensors if x.is_leaf or x._base is not None and x._base.is_leaf)]
+    if isinstance(out, WithLoss):
+        keep += [*out.reports.values(), *flat(out.loss)]
+    kept = saved | {_storage(x) for x in keep}
+    return tuple(_storage(x) not in kept for x in tensors)
 
 
 _RUN: dict[type, Callable[..., None]] = {

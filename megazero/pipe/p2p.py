@@ -9,12 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..parallel.groups import Group, new_group
 from .instructions import Send
 from .lower import Program
+
+# What gloo and NCCL both carry; any other dtype travels as bytes.
+CARRIED = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8,
+    torch.bool,
+)
 
 Edge = tuple[int, int]          # (from, to), as places along the pipeline
 
@@ -51,8 +58,13 @@ class Wires:
 
     def send(self, x: Tensor, to: int) -> Any:
         """Start sending; returns the work, whose wait() says that `x` may be changed again."""
-        return dist.isend(x, self.pipeline.ranks[to], group=self._handles[self.pipeline.index, to])
+        return dist.isend(_sendable(x), self.pipeline.ranks[to], group=self._handles[self.pipeline.index, to])
 
     def receive(self, x: Tensor, source: int) -> Any:
         """Start receiving into `x`; returns the work, whose wait() says that `x` is there."""
-        return dist.irecv(x, self.pipeline.ranks[source], group=self._handles[source, self.pipeline.index])
+        return dist.irecv(_sendable(x), self.pipeline.ranks[source], group=self._handles[source, self.pipeline.index])
+
+
+def _sendable(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor in a dtype that is carried."""
+    return x if x.dtype in CARRIED else x.reshape(-1).view(torch.uint8)

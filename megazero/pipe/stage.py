@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from ..parallel.params import collect, join_tied
 from ..parallel.random import recompute
 from ..parallel.topology import Topology
 from ..parallel.weights import WeightQueue
+from .output import Hidden, Output, flat, hidden_of, shaped, with_losses_of
 from .split import Split
 
 
@@ -26,7 +28,8 @@ class LayerSpec:
     """One layer of a model.
 
     name          global name; parameters are called after it
-    build         makes the layer's module for a mesh; it maps ([seq / tensor, batch, hidden], MicroBatch) on
+    build         makes the layer's module for a mesh; it maps (hidden states, MicroBatch) on. Hidden states are a
+                  tensor, as [seq / tensor, batch, hidden], or a tuple of tensors of any kind; the first layer gets None
     cost          relative time of the layer, by which stages are balanced; 0 for what is negligible
     recomputable  whether full recomputation may drop its activations
     """
@@ -77,7 +80,7 @@ def parameters_of(layers: Sequence[LayerSpec]) -> list[float]:
 
 
 class Stage(nn.Module):
-    """Consecutive layers of the model as one callable: (x or None, MicroBatch) -> Tensor."""
+    """Consecutive layers of the model as one callable: (hidden states or None, MicroBatch) -> Output."""
 
     def __init__(
         self, layers: Sequence[tuple[LayerSpec, nn.Module]], how: Recompute, weights: WeightQueue
@@ -92,15 +95,21 @@ class Stage(nn.Module):
         """The layers under their global names."""
         return list(zip(self.names, self.layers, strict=True))
 
-    def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Hidden | None, batch: MicroBatch) -> Output:
+        parts: list[Output] = []
         for segment, again in self.segments:
-            def run(y: Tensor | None, segment: range = segment) -> Tensor | None:
-                for i in segment:
-                    y = self.layers[i](y, batch)
-                return y
+            run = partial(self._run, segment, batch, isinstance(x, tuple))
+            parts.append(recompute(run, *flat(x)) if again and torch.is_grad_enabled() else run(*flat(x)))
+            x = hidden_of(parts[-1])
+        return with_losses_of(x, *parts)
 
-            x = recompute(run, x) if again and torch.is_grad_enabled() else run(x)
-        return x
+    def _run(self, segment: range, batch: MicroBatch, is_tuple: bool, *tensors: Tensor) -> Output:
+        """Consecutive layers on flat hidden states: what recomputation can keep and run again."""
+        x, parts = shaped(tensors, is_tuple), []
+        for i in segment:
+            parts.append(self.layers[i](x, batch))
+            x = hidden_of(parts[-1])
+        return with_losses_of(x, *parts)
 
 
 def _segments(recomputable: list[bool], how: Recompute) -> list[tuple[range, bool]]:

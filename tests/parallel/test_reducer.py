@@ -125,7 +125,7 @@ def train(topology, schedule="1f1b", chunks=1, recompute=False, zeros=ONE):
     homes = pipelining.homes(topology.pipeline)
     how = Recompute("uniform", 2) if recompute else Recompute()
     for zero in zeros:
-        setup = Setup((3, 2, HIDDEN), FP64, OptimizerConfig(), zero, pipelining, how)
+        setup = Setup(FP64, OptimizerConfig(), zero, pipelining, how)
         machine = assemble(layers(homes[0] != homes[-1]), mesh, setup)
         optimizer, losses, count = machine.optimizer, [], MICROS // topology.data
         for step in range(STEPS):

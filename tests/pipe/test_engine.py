@@ -24,7 +24,7 @@ from tests.harness import ROOT, RankFailed, _server, on_ranks, run_script
 HIDDEN, LAYERS = 8, 13
 # Schedules and the stages of each rank.
 RUNS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
-options = {"dtype": torch.float64, "device": torch.device("cpu")}
+options = {"device": torch.device("cpu")}
 
 
 class Part(nn.Module):
@@ -108,7 +108,7 @@ class Rank:
     def step(self, micros, rows, seed=1, evaluate=False):
         """Run one step and compare its losses with one process."""
         program = self.programs(micros, evaluate)[self.mesh.stage]
-        losses = self.engine.run(program, data(micros, rows, seed), (rows, HIDDEN))
+        losses = self.engine.run(program, data(micros, rows, seed), key=rows)
         expected, _ = serial(micros, rows, seed)
         is_last = self.stages - 1 in self.parts
         assert [loss.item() for loss in losses] == pytest.approx(expected if is_last else [], rel=1e-12)
@@ -176,7 +176,7 @@ def test_a_program_that_leaves_work_behind_is_noticed():
     rank = Rank(1)
     program = add_communication(gpipe(1, 2), 1)[0]
     with pytest.raises(AssertionError, match=r"the program left \[\(0, 1\)\] unfinished"):
-        rank.engine.run([op for op in program if str(op) != "Backward(micro=1, stage=0)"], data(2, 3), (3, HIDDEN))
+        rank.engine.run([op for op in program if str(op) != "Backward(micro=1, stage=0)"], data(2, 3))
 
 
 class Sleeper:
@@ -229,7 +229,7 @@ def sleep_through(ranks, micros, paper, limit):
             for _ in range(10):
                 dist.barrier()
                 start = time.perf_counter()
-                engine.run(programs[mesh.stage], [None] * micros, (1, numbers))
+                engine.run(programs[mesh.stage], [None] * micros)
                 took = torch.tensor((time.perf_counter() - start) / seconds)
                 best = torch.minimum(best, all_reduce(took, mesh.pipeline, "max"))
                 if best <= limit * paper[name]:
@@ -272,7 +272,7 @@ def fail_in_the_middle(ranks, name="1f1b", chunks=1):
         rank.engine.stages = {**rank.parts, number: broken}
     batches = data(4, 3)
     rank.second = batches[1]
-    rank.engine.run(rank.programs(4)[rank.mesh.stage], batches, (3, HIDDEN))
+    rank.engine.run(rank.programs(4)[rank.mesh.stage], batches)
 
 
 def test_a_stage_that_raises_is_named():

@@ -165,7 +165,7 @@ def repeated_tokens(runs: Sequence[Sequence[str]], world: int) -> list[dict[str,
                 for token in range(3, 3 + micros)
             ]
             program = (machine.train_program if train else machine.evaluate_program)(micros)
-            return [loss.item() for loss in machine.engine.run(program, batches, (seq, batch, 32))]
+            return [loss.item() for loss in machine.engine.run(program, batches, seq)]
 
         found.append({
             "training": losses(True, 16, 2, 6), "evaluation": losses(False, 11, 3, 5),
@@ -195,7 +195,7 @@ def machine_losses(runs: Sequence[Sequence[str]], world: int) -> list[tuple[floa
         machine = begin(argv, world)[0].machine
         other = [MicroBatch(torch.full((11, 3), 7), torch.full((11, 3), 8)) for _ in range(4)]
         usual = [MicroBatch(torch.full((16, 2), 7), torch.full((16, 2), 8)) for _ in range(4)]
-        evaluated = machine.loss(other, machine.evaluate_program(4), wire_shape=(11, 3, 32)).item()
+        evaluated = machine.loss(other, machine.evaluate_program(4)).item()
         found.append((evaluated, machine.loss(usual, machine.train_program(4)).item()))
     return found
 
