@@ -122,11 +122,12 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     optimizer = ZeroOptimizer(
         infos, mesh, rule_of(setup.optimizer), dtype=setup.dtypes.compute, zero=setup.zero, homes=homes
     )
-    optimizer.attach(list(stages.values()), [stage.weights for stage in stages.values()])
+    queues = {number: stage.weights for number, stage in stages.items()}
+    optimizer.attach(list(stages.values()), queues)
 
     engine = PipeEngine(
         stages, len(placed) - 1, wires, device=mesh.device,
-        queues={number: stage.weights for number, stage in stages.items()}, reduction=optimizer.reducer,
+        queues=queues, reduction=optimizer.reducer,
     )
     return Machine(
         mesh, engine, optimizer, lambda count: train(count)[mesh.stage], lambda count: evaluate(count)[mesh.stage],

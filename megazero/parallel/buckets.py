@@ -93,8 +93,12 @@ class Bucket:
         """The flat gradient of parameter `number`, in its shape; the buffer is made where there is none."""
         if self.grads is None:
             self.grads = torch.zeros(self.params.numel(), dtype=self.weight.dtype, device=self.params.device)
+        return self.view(number, self.grads)
+
+    def view(self, number: int, flat: Tensor) -> Tensor:
+        """Parameter `number` in a buffer of the size of the whole bucket, in its shape."""
         start, tensor = self.starts[number], self.infos[number].tensor
-        return self.grads[start : start + tensor.numel()].view(tensor.shape)
+        return flat[start : start + tensor.numel()].view(tensor.shape)
 
     def check_views(self) -> None:
         """Autograd must have added into the flat gradients: a replaced `.grad` would be lost without a word."""

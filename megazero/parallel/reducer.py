@@ -43,15 +43,29 @@ class Reducer:
         self._incomplete: dict[int, int] = {}               # bucket number -> parameters that are still awaited
         self._queue: list[int] = []                         # buckets of the armed stage that have not started, in order
         self._finished: dict[int, set[int]] = {}            # bucket number -> stages that are done with it
+        # Where several stages of this rank use a bucket, what the first one's queue adds and what the others' add are
+        # summed apart, as on ranks of their own: so both are rounded alike under every schedule.
+        self._beside = {
+            number: torch.zeros_like(bucket.grads) for number, bucket in enumerate(self.buckets)
+            if len(bucket.homes) > 1 and bucket.grads is not None
+        }
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor:
-        """Where the gradient of a parameter is added up."""
+    def gradient(self, parameter: nn.Parameter, stage: int | None = None) -> Tensor:
+        """Where the gradient of a parameter is added up, by a stage (None: by any)."""
         bucket, number = self._place[parameter]
+        beside = self._beside.get(self._number[id(bucket)])
+        if beside is not None and stage is not None and stage != bucket.homes[0]:
+            return bucket.view(number, beside)
         if self.every:
             self._absorb(self._number[id(bucket)])          # the buffer may still be read by a reduction
         return bucket.gradient(number)
+
+    @property
+    def bytes_beside(self) -> int:
+        """Bytes of gradients that are held beside those of the buckets."""
+        return sum(grads.nbytes for grads in self._beside.values())
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
         """Autograd has added to `.grad`. At stage 2 that is a tensor of its own, which goes into the flat buffer.
@@ -135,6 +149,9 @@ class Reducer:
         if not self.every:
             bucket.check_views()
         bucket.gradient(0)                                  # a gradient that never came is zero
+        if number in self._beside:
+            bucket.grads += self._beside[number]
+            self._beside[number].zero_()
         grads = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
         if bucket.owners.size == bucket.copies.size:        # into its own place, unless the buffer is given up
             self._pending[number] = start_reduce_scatter(

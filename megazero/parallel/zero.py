@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -110,11 +111,11 @@ class ZeroOptimizer:
         self.scale = None if zero.scaler is None else zero.scaler.start()
         self._gathering: dict[int, Pending] = {}
 
-    def attach(self, modules: Sequence[nn.Module], queues: Sequence[WeightQueue]) -> None:
-        """Let the stages' weight queues add into the flat gradients, and modules wait for parameters still on their
-        way."""
-        for queue in queues:
-            queue.gradient, queue.arrived = self.reducer.gradient, self.reducer.arrived
+    def attach(self, modules: Sequence[nn.Module], queues: Mapping[int, WeightQueue]) -> None:
+        """Let the weight queues of stages, by number, add into the flat gradients, and modules wait for parameters
+        still on their way."""
+        for stage, queue in queues.items():
+            queue.gradient, queue.arrived = partial(self.reducer.gradient, stage=stage), self.reducer.arrived
         if not self.zero.overlap_gather:
             return
         place, number = place_of(self.buckets), {id(bucket): n for n, bucket in enumerate(self.buckets)}
@@ -244,7 +245,8 @@ class ZeroOptimizer:
         held = [b.share if self.zero.stage == 2 else b.params.numel() for b in self.buckets]
         return {
             "parameters": sum(b.params.nbytes for b in self.buckets),
-            "gradients": sum(n * b.weight.itemsize for n, b in zip(held, self.buckets, strict=True)),
+            "gradients": sum(n * b.weight.itemsize for n, b in zip(held, self.buckets, strict=True))
+            + self.reducer.bytes_beside,
             "master": sum(b.weight.nbytes for b in self.buckets if b.weight.dtype != b.params.dtype),
             "moments": sum(
                 data.nbytes for b in self.buckets for kind, data in b.slices.items() if kind != "weight"

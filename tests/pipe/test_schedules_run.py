@@ -88,11 +88,8 @@ def test_every_schedule_trains_the_same_model_as_one_rank(ranks: int) -> None:
 
 @pytest.mark.parametrize(("ranks", "ties"), [(2, (True, False)), (4, (False,))])
 def test_schedules_are_equal_in_every_bit(ranks: int, ties: tuple[bool, ...]) -> None:
-    """With dropout, clipping active, in fp32: losses of all steps, final weights and moments.
-
-    But for the V shape with a tied table: where one rank holds both ends of the model, their gradients are added into
-    one buffer as they come; else each end sums its own first, and the last bits differ.
-    """
+    """With dropout, clipping active, in fp32: losses of all steps, final weights and moments. Tied too, also where one
+    rank holds both ends of the model, as in the V shape."""
     dropout = f"--attention-dropout 0.1 --hidden-dropout 0.1 --num-layers {2 * ranks} --train-iters 3"
     cases = [(name, tied) for tied in ties for name in SCHEDULES]
     runs = [f"{dropout} {'' if tied else UNTIED} {SCHEDULES[name]}" for name, tied in cases]
@@ -100,10 +97,6 @@ def test_schedules_are_equal_in_every_bit(ranks: int, ties: tuple[bool, ...]) ->
     for (name, tied), got in zip(cases, outcomes, strict=True):
         first = outcomes[cases.index(("gpipe", tied))]
         assert min(got.norms) > 0.5 and got.losses[0] == first.losses[0], name
-        if name == "zb-v" and tied:
-            found = distance(got, first)
-            assert found["loss"] < 1e-6 and found["weights"] < 2e-3, found
-            continue
         assert got.losses == first.losses, name
         # Each stage has buckets of its own, so an fp64 norm is summed in another order, and its last digit moves.
         assert got.norms == pytest.approx(first.norms, rel=1e-14), name
