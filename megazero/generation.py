@@ -12,18 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checkpoint import Reader
 from .data.batch import MicroBatch
 from .data.loader import DocumentRules
 from .data.samples import hash_words
-from .parallel.collectives import all_gather, broadcast, together
+from .forward import ForwardModel
+from .parallel.collectives import all_gather, broadcast
 from .parallel.groups import Mesh
-from .parallel.params import collect
-from .pipe.engine import PipeEngine
-from .pipe.lower import add_communication
-from .pipe.p2p import Wires, edges_of
-from .pipe.schedule import forward_only
-from .pipe.stage import LayerSpec, Recompute, build_stages, cut_layers
+from .pipe.stage import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -69,38 +64,14 @@ class Writer:
 
     def __init__(self, layers: Sequence[LayerSpec], mesh: Mesh, shape: Shape, rules: DocumentRules) -> None:
         self.mesh, self.shape, self.rules = mesh, shape, rules
-        homes = list(range(mesh.pipeline.size))
-        with mesh.device:
-            self.stages = build_stages(layers, mesh, cut_layers(layers, homes), Recompute())
-        programs = add_communication(forward_only(mesh.pipeline.size, 1, 1), mesh.pipeline.size)
-        self.program = programs[mesh.stage]
-        self.engine = PipeEngine(
-            self.stages, mesh.pipeline.size - 1, Wires(mesh.pipeline, edges_of(programs)), device=mesh.device
-        )
-
-    @torch.no_grad()
-    def load(self, reader: Reader) -> None:
-        """Fill the parameters from a checkpoint that any layout wrote, in this model's dtype.
-
-        Raises AgreedError where a rank cannot read.
-        """
-        mesh = self.mesh
-
-        def fill() -> None:
-            for info in collect([named for stage in self.stages.values() for named in stage.named_layers()]):
-                flat = info.tensor.data.view(-1)
-                values = reader.read_flat(
-                    info.name, "weight", info.spec, topology=mesh.topology, rank=mesh.rank, start=0, stop=flat.numel()
-                )
-                flat.copy_(values)
-
-        together(mesh.world, fill)
+        self.model = ForwardModel(layers, mesh)
+        self.load = self.model.load
 
     def logits(self, tokens: Tensor) -> Tensor | None:
         """Ids [seq, batch] -> logits of the token after them [batch, vocab] on the last stage, None on the others."""
         ids = tokens.cpu().numpy()
         micro = MicroBatch(tokens, positions=self.rules.positions(ids), documents=self.rules.documents(ids))
-        outputs = self.engine.run(self.program, [micro.to(self.mesh.device)], tuple(tokens.shape))
+        outputs = self.model.run([micro.to(self.mesh.device)], tuple(tokens.shape))
         if not outputs:
             return None
         return all_gather(outputs[0][-1].T, self.mesh.tensor)[: self.shape.vocab].T
