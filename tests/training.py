@@ -31,6 +31,10 @@ LLAMA = (
 )
 
 
+# (global name, kind), global shape, box, values.
+Piece = tuple[tuple[str, str], tuple[int, ...], Box, Tensor]
+
+
 class Recorder:
     """Stands where the metrics stand and keeps what it is told."""
 
@@ -94,7 +98,12 @@ def train_rank(argv: Sequence[str], world: int, look: Callable[[Trainer], Any] |
     trainer, progress = pretrain_gpt.build(plan, mesh, record)
     target = iterations or plan.iterations
     trainer.train(progress, target, plan.config.checkpoint.save_interval)
-    pieces = []
+    return record, pieces_of(trainer), None if look is None else look(trainer)
+
+
+def pieces_of(trainer: Trainer) -> list[Piece]:
+    """What this rank records of the state, copied."""
+    mesh, pieces = trainer.machine.mesh, []
     for bucket in trainer.machine.optimizer.buckets:
         for owned in bucket.owned() if bucket.recorded else ():
             at, spec = 0, owned.info.spec
@@ -102,10 +111,10 @@ def train_rank(argv: Sequence[str], world: int, look: Callable[[Trainer], Any] |
                 data = owned.data[at : at + box.numel].reshape(box.shape).clone()
                 pieces.append(((owned.info.name, owned.kind), spec.shape, box, data))
                 at += box.numel
-    return record, pieces, None if look is None else look(trainer)
+    return pieces
 
 
-def assemble(parts: Sequence[Sequence[tuple[tuple[str, str], tuple[int, ...], Box, Tensor]]]) -> dict:
+def assemble(parts: Sequence[Sequence[Piece]]) -> dict:
     """Whole tensors from the pieces of all ranks; every element must come exactly once."""
     whole: dict[tuple[str, str], Tensor] = {}
     for key, shape, box, data in (piece for part in parts for piece in part):
