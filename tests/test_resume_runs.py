@@ -71,6 +71,34 @@ def test_an_interrupted_run_is_resumed_in_any_precision(precision: str, tmp_path
     assert printed(resumed) == printed(straight, 5)
 
 
+def told(run: Outcome) -> list[str]:
+    """Everything that steps tell but the clock's, in every digit."""
+    clock = ("seconds", "tokens_per_second")
+    return [repr({key: value for key, value in step.items() if key not in clock}) for step in run.steps]
+
+
+# A loss scale that overflows at first and whenever it has grown; each save finds it on its way to growing.
+SCALED = "--fp16 --initial-loss-scale 2e6 --loss-scale-window 2 --hysteresis 1"
+
+
+@pytest.mark.parametrize("saving", [""])
+@pytest.mark.parametrize("precision", ["", "--bf16", SCALED])
+def test_a_run_resumed_twice_in_the_middle_of_epochs_equals_an_uninterrupted_one(
+    precision: str, saving: str, tmp_path: Path
+) -> None:
+    """C040: four micro-batches a step, 20 samples an epoch, taken up again after 24 and 48 of 72."""
+    data = write_tokens(tmp_path / "few", [np.random.default_rng(3).integers(0, 97, 20 * 16 + 1)])
+    flags = f"--no-mock-data {data} {precision} {saving} --train-iters 9 {DROPOUT} --save-interval 3 --auto-resume"
+    straight = train(f"{flags} --save {tmp_path / 'a'}", (2, 1, 1))
+    legs = [train(f"{flags} --save {tmp_path / 'b'}", (2, 1, 1), iterations=stop) for stop in (3, 6, 9)]
+    assert [len(leg.steps) for leg in legs] == [3, 3, 3]
+    assert sum((told(leg) for leg in legs), []) == told(straight)
+    assert all(torch.equal(legs[-1].state[key], straight.state[key]) for key in straight.state)
+    if precision == SCALED:
+        scales, skipped = ([step[key] for step in straight.steps] for key in ("loss_scale", "skipped"))
+        assert any(skipped[:3]) and any(skipped[3:6]) and scales[4] > scales[2] and scales[7] > scales[5], scales
+
+
 def test_dropout_is_on_in_these_runs() -> None:
     assert train(DROPOUT).losses[0] != train("").losses[0]
 
