@@ -213,7 +213,7 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     progress = load(plan, machine, metrics)
     schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
-        machine, feeds, schedules, batch=config.batch, seq_length=config.model.seq_length, metrics=metrics,
+        machine, feeds, schedules, batch=config.batch, logging=config.logging, metrics=metrics,
         save=partial(save, plan, machine, metrics),
     )
     return trainer, progress

@@ -242,9 +242,15 @@ class LoggingConfig:
     log_timers_to_tensorboard: bool = flag(False, "seconds of a step to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "global batch size to TensorBoard")
     log_throughput: bool = flag(False, "TFLOP/s per rank to TensorBoard")
+    log_params_norm: bool = flag(False, "L2 norm of all parameters, on steps that --log-interval prints")
+    log_num_zeros_in_grad: bool = flag(False, "how many elements of the gradient are zero, on such steps")
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+    def shows(self, iteration: int, last: int) -> bool:
+        """Whether the console has a line for an iteration of a run that ends after `last`."""
+        return iteration % self.log_interval == 0 or iteration == last
 
 
 @dataclass(frozen=True, kw_only=True)

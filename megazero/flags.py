@@ -79,9 +79,8 @@ ACCEPTED = {
         dist-ckpt-strictness= ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save""",
     "a save is finished before training goes on": "async-save use-persistent-ckpt-worker",
     "a checkpoint that is asked for and missing is always an error": "exit-on-missing-checkpoint",
-    "these figures are not measured yet": """log-memory-to-tensorboard log-params-norm log-num-zeros-in-grad
-        log-optimizer-states-to-tensorboard timing-log-level= timing-log-option= no-barrier-with-level-1-timing
-        logging-level=""",
+    "these figures are not measured yet": """log-memory-to-tensorboard log-optimizer-states-to-tensorboard
+        timing-log-level= timing-log-option= no-barrier-with-level-1-timing logging-level=""",
     "memory is left to Python and torch": "manual-gc manual-gc-interval= empty-unused-memory-level=",
     "the launcher's environment says it": "local-rank=",
     "there is one engine for any pipeline size": "no-pipeline-parallel",

@@ -22,23 +22,31 @@ from .config import LoggingConfig, ModelConfig
 Record = Mapping[str, float]
 
 # One training iteration, as --metrics-jsonl writes it. lm_loss: mean over the unmasked tokens of the global batch;
-# grad_norm: L2 norm of the whole gradient before clipping; learning_rate: what this iteration updated with;
-# seconds: wall time of the iteration; skipped: 1 where it made no update.
+# grad_norm: L2 norm of the whole gradient before clipping, clipped: 1 where that was above --clip-grad;
+# learning_rate: what this iteration updated with; seconds: wall time of the iteration; skipped: 1 where it made no
+# update.
 TRAIN_KEYS = (
-    "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "learning_rate", "loss_scale",
-    "skipped", "seconds", "tokens_per_second",
+    "iteration", "consumed_samples", "consumed_tokens", "lm_loss", "grad_norm", "clipped", "learning_rate",
+    "loss_scale", "skipped", "seconds", "tokens_per_second",
 )  # fmt: skip
+
+# Figures that an iteration has beside those where they were asked for and it has a line on the console.
+# params_norm: L2 norm of all parameters after the iteration; num_zeros: elements of the whole gradient that are zero.
+EXTRA_KEYS = ("params_norm", "num_zeros")
 
 # TensorBoard's tags, plotted over iterations. A named validation set has its name after the tag of "valid".
 TAGS = {
     "lm_loss": "lm loss",
     "grad_norm": "grad-norm",
+    "clipped": "clipped",
     "learning_rate": "learning-rate",
     "loss_scale": "loss-scale",
     "consumed_tokens": "consumed-tokens",
     "seconds": "iteration-time",            # --log-timers-to-tensorboard
     "batch_size": "batch-size",             # --log-batch-size-to-tensorboard
     "tflops": "throughput",                 # --log-throughput: TFLOP/s per rank
+    "params_norm": "params-norm",           # --log-params-norm
+    "num_zeros": "num-zeros",               # --log-num-zeros-in-grad
     "valid": "lm loss validation",
     "test": "lm loss test",
     "valid_ppl": "lm loss validation ppl",  # --log-validation-ppl-to-tensorboard
@@ -63,7 +71,7 @@ class Metrics:
         self._sinks: list[_Console | _Events | _Lines] = []
         if writes:
             tflops = flops / world / 1e12
-            self._sinks.append(_Console(logging.log_interval, iterations, tflops))
+            self._sinks.append(_Console(logging, iterations, tflops))
             if logging.tensorboard_dir is not None:
                 self._sinks.append(_Events(logging, tflops))
             if logging.metrics_jsonl is not None:
@@ -75,8 +83,8 @@ class Metrics:
             print(line, flush=True)
 
     def train(self, record: Record) -> None:
-        """One finished iteration, with the keys TRAIN_KEYS."""
-        assert set(record) == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
+        """One finished iteration, with the keys TRAIN_KEYS and any of EXTRA_KEYS."""
+        assert set(record) - set(EXTRA_KEYS) == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
         for sink in self._sinks:
             sink.train(record)
 
@@ -97,10 +105,11 @@ def perplexity(loss: float) -> float:
 
 
 class _Console:
-    """A line every `interval` iterations and after the last: figures of that iteration, times since the last line."""
+    """A line every --log-interval iterations and after the last: figures of that iteration, times since the last
+    line."""
 
-    def __init__(self, interval: int, iterations: int, tflops: float) -> None:
-        self.interval, self.iterations, self.tflops = interval, iterations, tflops
+    def __init__(self, logging: LoggingConfig, iterations: int, tflops: float) -> None:
+        self.logging, self.iterations, self.tflops = logging, iterations, tflops
         self._count, self._seconds, self._tokens = 0, 0.0, 0.0
 
     def train(self, record: Record) -> None:
@@ -108,7 +117,7 @@ class _Console:
         self._seconds += record["seconds"]
         self._tokens += record["seconds"] * record["tokens_per_second"]
         done = int(record["iteration"])
-        if done % self.interval and done != self.iterations:
+        if not self.logging.shows(done, self.iterations):
             return
         seconds = self._seconds / self._count
         fields = (
@@ -117,6 +126,8 @@ class _Console:
             f"consumed tokens {record['consumed_tokens']}",
             f"lm loss {record['lm_loss']:.6f}",
             f"grad norm {record['grad_norm']:.4f}",
+            *([f"params norm {record['params_norm']:.4f}"] if "params_norm" in record else []),
+            *([f"zeros in grad {record['num_zeros']}"] if "num_zeros" in record else []),
             f"learning rate {record['learning_rate']:.4e}",
             *([f"loss scale {record['loss_scale']:g}"] if record["loss_scale"] != 1 else []),
             *(["skipped"] if record["skipped"] else []),
@@ -152,7 +163,7 @@ class _Events:
         if not self._begun:
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=done, session_log=start))
-        values = {key: record[key] for key in TRAIN_KEYS if key in TAGS and key != "seconds"}
+        values = {key: value for key, value in record.items() if key in TAGS and key != "seconds"}
         if self.logging.log_timers_to_tensorboard:
             values["seconds"] = record["seconds"]
         if self.logging.log_batch_size_to_tensorboard and self._begun:
@@ -190,7 +201,7 @@ class _Lines:
             self._out.write("\n")
 
     def train(self, record: Record) -> None:
-        self._write({key: record[key] for key in TRAIN_KEYS})
+        self._write({key: record[key] for key in (*TRAIN_KEYS, *EXTRA_KEYS) if key in record})
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         self._write({"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})

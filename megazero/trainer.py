@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .batch_sizes import BatchSizes
-from .config import BatchConfig
+from .config import BatchConfig, LoggingConfig
 from .data.batch import MicroBatch
 from .data.loader import Loader, counted_tokens
 from .lr_curves import Done
@@ -115,6 +115,7 @@ class _Step:
     progress: Progress
     loss: Tensor
     update: Update
+    extra: Mapping[str, Tensor]     # figures that are measured on request
     learning_rate: float
     loss_scale: float
     seconds: float
@@ -129,10 +130,12 @@ class Trainer:
 
     def __init__(
         self, machine: Machine, feeds: Mapping[str, Feed], schedules: Schedules, *,
-        batch: BatchConfig, seq_length: int, metrics: Metrics, save: Callable[[Progress], None],
+        batch: BatchConfig, logging: LoggingConfig, metrics: Metrics, save: Callable[[Progress], None],
     ) -> None:
         self.machine, self.feeds, self.schedules = machine, feeds, schedules
-        self.batch, self.seq_length, self.metrics, self.save = batch, seq_length, metrics, save
+        self.batch, self.logging, self.metrics, self.save = batch, logging, metrics, save
+        self.seq_length = feeds["train"].loader.samples.seq_length
+        self._last = 0                                      # iteration after which training ends
         self._unread: _Step | None = None
 
     def train(self, progress: Progress, iterations: int, save_interval: int | None) -> Progress:
@@ -141,7 +144,7 @@ class Trainer:
         Raises AgreedError where the loss or the gradient is no longer a finite number; nothing is saved then.
         """
         started = time.monotonic()
-        leaving = False
+        leaving, self._last = False, iterations
         while progress.iteration < iterations and not leaving:
             progress = self._step(progress)
             done = progress.iteration
@@ -172,7 +175,7 @@ class Trainer:
         batches = [replace(b, scale=loss_scale / max(counted, 1)) for b in batches]
         loss = machine.loss(batches, machine.train_program(len(batches))) / loss_scale
         rates = self.schedules.at(progress.done)
-        update = machine.optimizer.step(rates)
+        update, extra = self._update(rates, measured=self.logging.shows(iteration, self._last))
         tokens = size * self.seq_length
         progress = replace(
             progress, iteration=iteration, consumed_samples=progress.consumed_samples + size,
@@ -182,9 +185,19 @@ class Trainer:
             progress = self._skip(progress, update, size, tokens)
         self._read()
         self._unread = _Step(
-            progress, loss, update, rates.learning_rate, loss_scale, time.monotonic() - start, tokens
+            progress, loss, update, extra, rates.learning_rate, loss_scale, time.monotonic() - start, tokens
         )
         return progress
+
+    def _update(self, rates: Rates, *, measured: bool) -> tuple[Update, dict[str, Tensor]]:
+        """The optimizer's step, and on steps that are shown the figures that were asked for."""
+        optimizer, extra = self.machine.optimizer, {}
+        if measured and self.logging.log_num_zeros_in_grad:
+            extra["num_zeros"] = optimizer.zero_count()
+        update = optimizer.step(rates)
+        if measured and self.logging.log_params_norm:
+            extra["params_norm"] = optimizer.parameter_norm()
+        return update, extra
 
     def _skip(self, progress: Progress, update: Update, samples: int, tokens: int) -> Progress:
         """A step made no update for overflow: say so, and stop where that goes on for too long."""
@@ -219,11 +232,13 @@ class Trainer:
                 "consumed_tokens": step.progress.consumed_tokens,
                 "lm_loss": loss,
                 "grad_norm": grad_norm,
+                "clipped": int(step.update.clipped.item() and not step.update.skipped),
                 "learning_rate": step.learning_rate,
                 "loss_scale": step.loss_scale,
                 "skipped": int(step.update.skipped),
                 "seconds": step.seconds,
                 "tokens_per_second": step.tokens / step.seconds,
+                **{name: figure.item() for name, figure in step.extra.items()},
             }
         )
 

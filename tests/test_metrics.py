@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ from megazero.metrics import (
 
 
 def record(iteration, loss=2.0, **changes):
-    values = (iteration, 8 * iteration, 128 * iteration, loss, 0.5, 1e-4, 1.0, 0, 0.25, 512.0)
+    values = (iteration, 8 * iteration, 128 * iteration, loss, 0.5, 0, 1e-4, 1.0, 0, 0.25, 512.0)
     return dict(zip(TRAIN_KEYS, values, strict=True)) | changes
 
 
@@ -60,6 +61,12 @@ def test_one_line_per_interval_and_after_the_last_iteration(tmp_path, capsys):
 def test_loss_scale_and_skips_show_only_where_there_are_any(tmp_path, capsys):
     make(tmp_path).train(record(5, loss_scale=65536.0, skipped=1))
     assert "loss scale 65536 | skipped |" in capsys.readouterr().out
+
+
+def test_measured_figures_show_where_there_are_any(tmp_path, capsys):
+    make(tmp_path).train(record(5, params_norm=12.5, num_zeros=7))
+    assert "grad norm 0.5000 | params norm 12.5000 | zeros in grad 7 | learning rate" in capsys.readouterr().out
+    assert tuple(lines_of(tmp_path)[0]) == (*TRAIN_KEYS, "params_norm", "num_zeros")
 
 
 def test_json_lines_have_every_iteration_at_full_precision(tmp_path):
@@ -118,7 +125,7 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
         log_validation_ppl_to_tensorboard=True,
     )  # fmt: skip
     for i in (1, 2):
-        metrics.train(record(i, loss=3.0 - i))
+        metrics.train(record(i, loss=3.0 - i, **({"params_norm": 8.0, "num_zeros": 5} if i == 2 else {})))
     metrics.evaluation("valid", 2, 1.0)
     metrics.evaluation("test", 2, 1.25)
     metrics.evaluation("web", 2, 1.5)
@@ -128,6 +135,7 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
     assert found["lm loss validation web"] == [(2, 1.5)]
     assert found["lm loss"] == [(1, 2.0), (2, 1.0)]
     assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
+    assert found["params-norm"] == [(2, 8.0)] and found["num-zeros"] == [(2, 5.0)]
     assert found["batch-size"] == [(2, 8.0)] and found["throughput"] == [(1, 2.5), (2, 2.5)]
 
 
@@ -143,6 +151,7 @@ def test_a_resumed_curve_shows_each_iteration_once(tmp_path):
     for i in (1, 2, 3):
         first.train(record(i, loss=9.0))
     first.close()
+    time.sleep(1.1)         # files are read in the order of their names, which begin with the second
     second = make(tmp_path)
     second.train(record(3, loss=1.0))
     second.close()

@@ -52,6 +52,32 @@ def test_any_optimizer_and_stage_trains_the_model_of_one_rank(layout, shared, fl
     assert any(count > 0 for count in got.seen) == ("--overlap-grad-reduce" in flags)
 
 
+FIGURES = "--untie-embeddings-and-output-weights --log-interval 2 --log-params-norm --log-num-zeros-in-grad"
+
+
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [((1, 1, 3), "--zero-stage 2"), ((2, 2, 1), OVERLAP), ((2, 1, 2), "--zero-stage 0"), ((1, 4, 1), "")],
+)
+def test_figures_of_a_step_are_those_of_the_model_in_any_layout(layout, flags):
+    """Parameter norm, zeros of the gradient and whether it was clipped, measured where a line is printed. There are no
+    biases, for a bias of keys has a gradient of rounding, which is zero by chance."""
+    shared = f"{FIGURES} --global-batch-size 12 --clip-grad 0.95 --disable-bias-linear"
+    want, got = one_rank(shared).steps, train(f"--fp64 {shared} {flags}", layout).steps
+    assert {step["clipped"] for step in want} == {0, 1}, "some steps are to be clipped and some not"
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.keys() == theirs.keys() and ours["clipped"] == theirs["clipped"]
+        assert ("num_zeros" in ours) == ("params_norm" in ours) == (ours["iteration"] in (2, 4, 5))
+        if "num_zeros" in ours:
+            assert ours["num_zeros"] == theirs["num_zeros"] > 300
+            assert ours["params_norm"] == pytest.approx(theirs["params_norm"], rel=1e-11)
+
+
+def test_figures_cost_a_sum_each_on_the_steps_that_show_them():
+    plain, asked = (count(f"--global-batch-size 2 --log-interval 2 {flags}")[0] for flags in ("", FIGURES))
+    assert asked == plain + Counter({"all-reduce": 4})
+
+
 def test_a_checkpoint_of_muon_goes_on_in_another_layout(tmp_path):
     """Matrices have one moment and the rest two."""
     whole = one_rank("--optimizer muon")
