@@ -39,9 +39,10 @@ from megazero.parallel.zero import Zero
 from megazero.pipe.split import Split
 from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
-from megazero.plan import describe_layout, plan_stages
+from megazero.plan import StagePlan, describe_layout, plan_stages
 from megazero.precision import dtypes
 from megazero.resume import check_same_model, differences, with_agreed_schedule
+from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
 from megazero.trainer import Feed, Progress, Schedules, Trainer
 
 TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
@@ -111,7 +112,12 @@ class Plan:
     checkpoint: Path | None         # to start from
     reached: Mapping[str, object]   # how far the checkpoint is
     changed: tuple[str, ...]        # settings that differ from the checkpoint's
-    parameters: int                 # of the whole model
+    stages: list[StagePlan]         # what each pipeline rank holds, on paper
+
+    @property
+    def parameters(self) -> int:
+        """Elements of the whole model."""
+        return sum(stage.recorded for stage in self.stages)
 
 
 def prepare(config: Config, world: World) -> Plan:
@@ -143,10 +149,9 @@ def prepare(config: Config, world: World) -> Plan:
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
     use_triton(torch.empty(0, device=device), norm_impl(config))
     layers, topology, how = layers_of(config, vocab), topology_of(config, world.size), pipelining_of(config)
-    parameters = sum(stage.recorded for stage in plan_stages(layers, topology, how))
     return Plan(
         config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, reached,
-        changed, parameters,
+        changed, plan_stages(layers, topology, how),
     )
 
 
@@ -173,6 +178,8 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
         progress = trainer.train(progress, iterations, config.checkpoint.save_interval)
     if trace is not None:
         write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
+    if config.optimizer.overlap_grad_reduce:
+        metrics.overlap(progress.iteration, *early_buckets(trainer.machine.optimizer, mesh))
     metrics.close()
     for feed in trainer.feeds.values():
         feed.loader.close()
@@ -208,8 +215,8 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     example = feeds["train"].example() if plan.pipelining.split.weighs == "seconds" else None
     machine = assemble(plan.layers, mesh, setup, example)
     schedule = schedule_of(config, plan.sizes)
-    for line in schedule.warnings(plan.iterations):
-        metrics.say(f"warning: {line}")
+    for line in (*optimizer_lines(plan, machine), *(f"warning: {w}" for w in schedule.warnings(plan.iterations))):
+        metrics.say(line)
     progress = load(plan, machine, metrics)
     schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
@@ -217,6 +224,19 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
         save=partial(save, plan, machine, metrics),
     )
     return trainer, progress
+
+
+def optimizer_lines(plan: Plan, machine: Machine) -> list[str]:
+    """Which parameters are treated how, and what the optimizer costs. All ranks call it together."""
+    config, data = plan.config, plan.topology.data
+    infos = [info for stage in plan.stages for info in stage.infos]
+    lines = [
+        decay_groups(infos, own_rate=config.schedule.decoupled_lr is not None),
+        rank_bytes(machine.optimizer, machine.mesh),
+    ]
+    if config.optimizer.zero_stage == 2 and data > 1:
+        lines.append(stage_2_traffic(config.batch.micro_batches(data)))
+    return lines
 
 
 def schedule_of(config: Config, sizes: BatchSizes) -> Schedule:

@@ -93,6 +93,11 @@ class Metrics:
         for sink in self._sinks:
             sink.evaluation(split, iteration, loss)
 
+    def overlap(self, iteration: int, early: int, started: int) -> None:
+        """At the end of a run: of the reductions of gradient buckets, how many began before the backward's end."""
+        for sink in self._sinks:
+            sink.overlap(iteration, early, started)
+
     def close(self) -> None:
         """Write what is still held back."""
         for sink in self._sinks:
@@ -141,6 +146,10 @@ class _Console:
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         print(f"{split} at iteration {iteration} | lm loss {loss:.6f} | ppl {perplexity(loss):.4f}", flush=True)
 
+    def overlap(self, iteration: int, early: int, started: int) -> None:
+        share = f"{early / max(started, 1):.1%}"
+        print(f"{share} of gradient buckets started before the end of backward: {early} of {started}", flush=True)
+
     def close(self) -> None:
         """Nothing is held back."""
 
@@ -179,6 +188,9 @@ class _Events:
             values[TAGS.get(f"{split}_ppl", f"{TAGS['valid_ppl']} {split}")] = perplexity(loss)
         self._add(values, iteration)
 
+    def overlap(self, iteration: int, early: int, started: int) -> None:
+        """A figure of the whole run is no curve."""
+
     def _add(self, values: Mapping[str, float], step: int) -> None:
         points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
@@ -205,6 +217,10 @@ class _Lines:
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         self._write({"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
+
+    def overlap(self, iteration: int, early: int, started: int) -> None:
+        told = {"buckets_started": started, "buckets_started_early": early, "early_share": early / max(started, 1)}
+        self._write({"split": "train", "iteration": iteration, **told})
 
     def _write(self, record: Mapping[str, object]) -> None:
         plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}

@@ -12,7 +12,7 @@ import torch
 
 from .machine import Pipelining
 from .parallel.groups import mesh_on_paper
-from .parallel.params import collect
+from .parallel.params import ParamInfo, collect
 from .parallel.topology import Coord, Topology
 from .pipe.split import Split
 from .pipe.stage import LayerSpec, Recompute, build_stages, cut_layers
@@ -26,7 +26,12 @@ class StagePlan:
 
     layers: tuple[str, ...]
     parameters: int             # that each of its ranks holds, padding included
-    recorded: int               # of the whole model that this stage counts: no padding, a tied weight once
+    infos: tuple[ParamInfo, ...]    # of the whole model that this stage counts: a tied weight once
+
+    @property
+    def recorded(self) -> int:
+        """Elements of the whole model that this stage counts: no padding, a tied weight once."""
+        return sum(info.spec.numel for info in self.infos)
 
 
 def plan_stages(layers: Sequence[LayerSpec], topology: Topology, how: Pipelining = Pipelining()) -> list[StagePlan]:
@@ -42,15 +47,9 @@ def plan_stages(layers: Sequence[LayerSpec], topology: Topology, how: Pipelining
             mesh = mesh_on_paper(topology, topology.rank(Coord(stage, 0, 0)))
             named = [n for s in build_stages(layers, mesh, cut, Recompute()).values() for n in s.named_layers()]
             infos = collect(named)
-            fresh = [i for i in infos if i.name not in seen]
+            fresh = tuple(i for i in infos if i.name not in seen)
             seen |= {i.name for i in fresh}
-            plans.append(
-                StagePlan(
-                    tuple(name for name, _ in named),
-                    sum(i.tensor.numel() for i in infos),
-                    sum(i.spec.numel for i in fresh),
-                )
-            )
+            plans.append(StagePlan(tuple(name for name, _ in named), sum(i.tensor.numel() for i in infos), fresh))
     return plans
 
 
