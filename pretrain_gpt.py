@@ -167,18 +167,20 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
         flops=model_flops(config.model, vocab=plan.vocab, batch=1) / config.model.seq_length,
     )
-    silent = left_out(config.data, plan.samples) if config.batch.eval_interval and not config.data.mock_data else ()
+    silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
     for line in (*notices, describe(plan), *silent):
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
     trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)
-    if progress.iteration >= iterations:
+    if config.batch.skip_train:
+        trainer.evaluate_all(progress)
+    elif progress.iteration >= iterations:
         metrics.say(f"nothing to do: the checkpoint is at iteration {progress.iteration} of {iterations}")
     else:
         progress = trainer.train(progress, iterations, config.checkpoint.save_interval)
     if trace is not None:
         write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
-    if config.optimizer.overlap_grad_reduce:
+    if config.optimizer.overlap_grad_reduce and not config.batch.skip_train:
         metrics.overlap(progress.iteration, *early_buckets(trainer.machine.optimizer, mesh))
     metrics.close()
     for feed in trainer.feeds.values():
@@ -319,7 +321,8 @@ def samples_taken(config: Config, sizes: BatchSizes) -> dict[str, int]:
     steps = batch.iterations(sizes, seq_length=config.model.seq_length)
     if batch.train_samples is not None and sizes.consumed(steps) > batch.train_samples:
         steps -= 1      # it leaves out a batch that is not whole
-    evaluation = batch.eval_iters * sizes.last if batch.eval_interval else 0
+    size = batch.eval_global_batch_size or sizes.last
+    evaluation = batch.eval_iters * size if batch.evaluates else 0
     valid = evaluation * (1 + steps // (batch.eval_interval or 1))
     named = dict.fromkeys(config.data.valid_sets, valid)
     return {"train": batch.train_samples or steps * sizes.last, "valid": valid, **named, "test": evaluation}
@@ -338,16 +341,19 @@ def rules_of(config: Config, tokenizer: Tokenizer) -> DocumentRules:
 
 
 def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
-    """What this rank reads of each part. Evaluation takes as many samples at a time as training does in the end."""
+    """What this rank reads of each part."""
     config, rules = plan.config, plan.rules
+    evaluated, evaluation = config.batch.evaluation(mesh.data.size)
     homes = plan.pipelining.homes(mesh.pipeline.size)
     at_an_end = mesh.stage in (homes[0], homes[-1])
     reads = at_an_end or rules.reset_positions or rules.reset_attention
     feeds = {}
     for name, samples in plan.samples.items():
-        sizes = plan.sizes if name == "train" else constant(plan.sizes.last)
+        micro, sizes = evaluated, constant(evaluation)
+        if name == "train":
+            micro, sizes = config.batch.micro_batch_size, plan.sizes
         loader = Loader(
-            samples, Share(config.batch.micro_batch_size, sizes, mesh.data.index, mesh.data.size),
+            samples, Share(micro, sizes, mesh.data.index, mesh.data.size),
             vocab_size=plan.vocab, seed=config.run.seed, rules=rules,
             num_workers=config.data.num_workers if reads else 0,
         )
@@ -358,7 +364,7 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
 def check_save(config: Config, checkpoint: Path | None, reached: Mapping[str, object]) -> None:
     """Raises ValueError where --save could not be made or written to, or holds what this run would mix itself with:
     checkpoints later than the one it starts from, unless --ckpt-step goes back on purpose. Makes nothing."""
-    if config.checkpoint.save is None:
+    if config.checkpoint.save is None or config.batch.skip_train:
         return
     root = Path(config.checkpoint.save)
     check_folder("--save", root)
@@ -395,7 +401,7 @@ def load(plan: Plan, machine: Machine, metrics: Metrics) -> Progress:
         if config.checkpoint.auto_resume:
             metrics.say(f"--auto-resume: nothing to resume in {config.checkpoint.save}, starting anew")
         return Progress()
-    weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim
+    weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim or config.batch.skip_train
     progress = snapshot.load(plan.checkpoint, machine.optimizer, machine.mesh, moments=not weights_only)
     if config.checkpoint.finetune:
         progress = Progress()

@@ -335,3 +335,4 @@ def check_world(config: Config, world_size: int) -> None:
     data_size = config.parallel.data_size(world_size)
     for size in config.batch.sizes(data_size, config.model.seq_length).sizes:
         config.batch.micro_batches(data_size, size)
+    config.batch.evaluation(data_size)

@@ -49,6 +49,9 @@ class BatchConfig:
     train_tokens: int | None = flag(None, "stop after this many tokens, if that comes before the end", at_least=1)
     eval_interval: int | None = flag(None, "steps between evaluations; default: never", at_least=1)
     eval_iters: int = flag(100, "global batches of one evaluation", at_least=0)
+    eval_global_batch_size: int | None = flag(None, "samples of a step of evaluation; default: as trained", at_least=1)
+    eval_micro_batch_size: int | None = flag(None, "the same of a forward pass; default: as trained", at_least=1)
+    skip_train: bool = flag(False, "evaluate once on all that is held out, and leave")
     exit_interval: int | None = flag(None, "save and leave at a multiple of this many steps", at_least=1)
     exit_duration_in_mins: float | None = flag(None, "save and leave after this many minutes", at_least=0)
 
@@ -88,6 +91,27 @@ class BatchConfig:
                 f"data size {data_size}, but {batch} / ({self.micro_batch_size} x {data_size}) = {batch / each:g}"
             )
         return batch // each
+
+    def evaluation(self, data_size: int) -> tuple[int, int]:
+        """Samples of a micro-batch and of a global batch of evaluation; as training has them in the end, but for flags.
+
+        ValueError, with the equation, if the one does not fill the other.
+        """
+        micro, size = self.eval_micro_batch_size or self.micro_batch_size, self.eval_global_batch_size
+        batch = self.global_batch(data_size) if size is None else size
+        if batch % (micro * data_size):
+            name = "evaluation by --global-batch-size" if size is None else "--eval-global-batch-size"
+            own = "--micro-batch-size" if self.eval_micro_batch_size is None else "--eval-micro-batch-size"
+            raise ValueError(
+                f"{name} {batch} must be {own} {micro} x micro-batches x data size {data_size}, but "
+                f"{batch} / ({micro} x {data_size}) = {batch / (micro * data_size):g}"
+            )
+        return micro, batch
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether anything is evaluated."""
+        return bool(self.eval_interval or self.skip_train) and self.eval_iters > 0
 
     def iterations(
         self, sizes: BatchSizes | int, *, seq_length: int | None = None, done: int = 0, consumed_samples: int = 0

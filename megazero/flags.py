@@ -129,7 +129,6 @@ REFUSED = {
     "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
     "profiling": "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
     "another interval for TensorBoard": "tensorboard-log-interval",
-    "evaluation of its own": "skip-train eval-global-batch-size",
 }
 
 # Fields that say something only of the loss scale, which is 1 without --fp16.

@@ -160,10 +160,14 @@ class Trainer:
         if leaving and progress.iteration < iterations:
             self.metrics.say(f"left after iteration {progress.iteration}, as asked")
         elif self.batch.eval_interval:
-            for part in self.feeds:
-                if part != "train":
-                    self.evaluate(part, progress)
+            self.evaluate_all(progress)
         return progress
+
+    def evaluate_all(self, progress: Progress) -> None:
+        """Every part of the data that is not trained on."""
+        for part in self.feeds:
+            if part != "train":
+                self.evaluate(part, progress)
 
     def _step(self, progress: Progress) -> Progress:
         """One optimizer step. Its numbers are read a step later, so that a device never waits for the log."""
@@ -243,7 +247,8 @@ class Trainer:
         )
 
     def evaluate(self, part: str, progress: Progress) -> float | None:
-        """Token-mean loss over the first --eval-iters global batches of a part; None where it has no data."""
+        """Token-mean loss over the first --eval-iters global batches of a part; None where it has no data. Its batches
+        and micro-batches have sizes of their own."""
         self._read()
         feed = self.feeds.get(part)
         if feed is None or self.batch.eval_iters == 0:
