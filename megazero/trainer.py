@@ -211,7 +211,7 @@ class Trainer:
             raise AgreedError(f"iteration {progress.iteration}: {reason}")
         self.metrics.say(
             f"iteration {progress.iteration} skipped: the gradient of {update.first} overflows; "
-            f"the loss scale is {optimizer.loss_scale:g} now"
+            f"the loss scale is {optimizer.loss_scale:g} now, {optimizer.scale.skipped} steps were skipped in all"
         )
         return replace(
             progress, skipped=progress.skipped + 1, skipped_samples=progress.skipped_samples + samples,

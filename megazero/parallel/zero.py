@@ -90,6 +90,15 @@ class Update:
     first: str | None = None
 
 
+def model_order(infos: Sequence[ParamInfo], homes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, int]]:
+    """Where each parameter of a rank stands in the whole model, comparable between ranks: its first stage and its place
+    on its rank. A tied one stands where the model begins, also for its holders at the end."""
+    return {
+        info.name: (0, 0) if info.spec.tied else (min(homes.get(info.name, (0,))), number)
+        for number, info in enumerate(infos)
+    }
+
+
 class ZeroOptimizer:
     """An update rule on flat, owned slices.
 
@@ -107,6 +116,7 @@ class ZeroOptimizer:
         self.reducer = Reducer(
             self.buckets, overlap=zero.overlap_reduce, every=zero.stage == 2, wire_dtype=zero.wire_dtype
         )
+        self._order = model_order(infos, homes or {})
         self.updates = 0                    # finished updates, for bias corrections
         self.scale = None if zero.scaler is None else zero.scaler.start()
         self._gathering: dict[int, Pending] = {}
@@ -196,14 +206,15 @@ class ZeroOptimizer:
         return all_reduce(total, self.mesh.world)
 
     def offender(self) -> str | None:
-        """The first parameter of the model whose owned gradient is not finite on any rank; called by all, before the
-        gradients are forgotten. None: all are finite."""
-        found = None
-        for bucket, grad in zip(self.buckets, self.reducer.owned(), strict=True):
-            for number, info in enumerate(bucket.infos):
-                if found is None and not bool(bucket.part(number, grad).isfinite().all()):
-                    found = info.name
-        return next((name for name in gather_objects(found, self.mesh.world) if name is not None), None)
+        """The first parameter in the order of the model whose owned gradient is not finite on any rank; called by all,
+        before the gradients are forgotten. None: all are finite."""
+        found = [
+            (self._order[info.name], info.name)
+            for bucket, grad in zip(self.buckets, self.reducer.owned(), strict=True)
+            for number, info in enumerate(bucket.infos) if not bool(bucket.part(number, grad).isfinite().all())
+        ]
+        told = [first for first in gather_objects(min(found, default=None), self.mesh.world) if first is not None]
+        return min(told)[1] if told else None
 
     def _gather(self) -> None:
         """Carry the master copies into the parameters of all ranks."""
