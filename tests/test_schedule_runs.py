@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 import pretrain_gpt
-from tests.training import SMALL
+from megazero.parallel.rules import Adam
+from tests.training import SMALL, Outcome, distance, train
 
 WITHOUT_SHAPE = SMALL.replace("--lr 1e-3 --lr-decay-style constant ", "")
 
@@ -70,3 +72,49 @@ def test_a_run_in_tokens_ends_at_them_and_decays_over_them(tmp_path, capsys):
     out, _ = run(capsys, f"{flags} --log-interval 1 --metrics-jsonl {tmp_path}/m.jsonl")
     assert "iteration 4/4 | consumed samples 32 | consumed tokens 512" in out
     assert rates(tmp_path / "m.jsonl") == pytest.approx([0.0, 1.0, 2 / 3, 1 / 3])
+
+
+def changed(outcome: Outcome, start: Outcome) -> dict[str, float]:
+    """How far each weight is from where it began."""
+    return {
+        name: (tensor - start.state[name, kind]).abs().max().item()
+        for (name, kind), tensor in outcome.state.items() if kind == "weight"
+    }
+
+
+def test_embedding_and_head_learn_at_their_own_rate_in_any_layout():
+    """Adam's first step moves each element by its learning rate, and these are 100 times apart. Token table, positions
+    and head have the one, and the rest the other; a decoupled rate that is --lr changes no bit."""
+    base = "--fp64 --weight-decay 0 --untie-embeddings-and-output-weights"
+    start = train(f"{base} --lr 0 --min-lr 0", iterations=1)
+    want = train(f"{base} --decoupled-lr 1e-5", iterations=1)
+    for layout in ((1, 1, 1), (2, 2, 1), (1, 1, 3)):
+        whole = "--global-batch-size 12 " if layout[2] == 3 else ""
+        got = train(f"{base} {whole}--decoupled-lr 1e-5", layout, iterations=1)
+        for name, far in changed(got, start).items():
+            if "qkv.bias" not in name:          # of keys: a gradient of rounding
+                table = name in ("embedding.word.weight", "embedding.position", "head.weight")
+                assert far == pytest.approx(1e-5 if table else 1e-3, rel=1e-3), name
+        assert whole or max(distance(got, want).values()) < 1e-10
+    same, plain = train("--decoupled-lr 1e-3"), train("")
+    assert same.losses == plain.losses and all(same.state[key].equal(plain.state[key]) for key in plain.state)
+
+
+def test_each_step_of_one_cycle_updates_with_its_own_momentum(capsys):
+    """What --print-lr shows is what the rule is called with: a momentum that falls while the rate rises, but for the
+    first step, which DeepSpeed makes before its schedule has begun."""
+    cycle = (
+        "--lr-scheduler OneCycle --cycle-min-lr 1e-4 --cycle-max-lr 1e-3 --cycle-first-step-size 2 "
+        "--cycle-min-mom 0.8 --cycle-max-mom 0.95 --decay-mom-rate 0 --train-iters 6"
+    )
+    shown = [json.loads(line) for line in run(capsys, f"{cycle} --print-lr 6")[0].splitlines()]
+    assert [line["momentum"] for line in shown[:5]] == pytest.approx([0.8, 0.875, 0.8, 0.875, 0.95])
+    used, update = [], Adam.update
+
+    def recording(self, buckets, grads, learning_rate, *more):
+        used.append((self.betas[0], learning_rate))
+        update(self, buckets, grads, learning_rate, *more)
+
+    with mock.patch.object(Adam, "update", recording):
+        run(capsys, cycle)
+    assert used == [(line["momentum"], line["learning_rate"]) for line in shown]
