@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megazero.config import PrecisionConfig
 from scripts import compare_layouts
 from tests.harness import run_script
 from tests.training import SMALL
@@ -56,6 +57,16 @@ def saved_run(folder: Path, flags: str = "") -> Path:
     own = f"--train-iters 2 --save {folder} --save-interval 1 --metrics-jsonl {folder}/metrics.jsonl"
     assert pretrain_gpt.main(f"{FLAGS} {own} {flags}".split()) == 0
     return folder
+
+
+def test_each_precision_has_its_tolerance() -> None:
+    """Narrower numbers have wider ones: fp64, fp32, fp16, bf16."""
+    flags = ({"fp64": True}, {}, {"fp16": True}, {"bf16": True})
+    found = [compare_layouts.tolerances_of(PrecisionConfig(**flag), None) for flag in flags]
+    assert [found[0]["loss"], found[2]["loss"]] == [1e-10, 2e-4]
+    for measure in compare_layouts.MEASURES:
+        assert sorted(each[measure] for each in found) == [each[measure] for each in found]
+    assert compare_layouts.tolerances_of(PrecisionConfig(fp16=True), 0.5)["weights"] == 0.5
 
 
 def test_each_measure_tells_what_it_says(tmp_path: Path) -> None:
