@@ -2,6 +2,8 @@
 
 The contenders take turns in the same two processes, and medians of the ratios within a round are compared, so that a
 machine with other work is fair to all. The peers train a GPT of torch's own layers with the weights of ours.
+
+Then, in one process, the optimizer's step beside the time that its memory traffic takes at the speed of a plain copy.
 """
 
 from __future__ import annotations
@@ -113,13 +115,17 @@ def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
     return plain
 
 
-def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tuple[Contender, Machine]:
-    """The engine and the optimizer as the trainer drives them."""
-    mesh = open_mesh(Topology(data=RANKS))
+def our_machine(model: ModelConfig, vocab: int, zero: Zero, *, ranks: int) -> Machine:
+    """The engine and the optimizer as the trainer has them."""
     layers = gpt_layers(GPTSetup(model, vocab, torch.float32))
     optimizer = OptimizerConfig(adam_eps=1e-8)
     setup = Setup(Dtypes(torch.float32, torch.float32), optimizer, zero)
-    machine = assemble(layers, mesh, setup)
+    return assemble(layers, open_mesh(Topology(data=ranks)), setup)
+
+
+def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tuple[Contender, Machine]:
+    """The engine and the optimizer as the trainer drives them."""
+    machine = our_machine(model, vocab, zero, ranks=RANKS)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         scale = 1.0 / (RANKS * tokens.numel())
@@ -211,15 +217,49 @@ def contenders(model: ModelConfig, vocab: int, batch: int) -> dict[str, Contende
     return found
 
 
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
+        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.hidden // 64, seq_length=args.seq,
+        attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True,
+    )
+
+
+def step_over_traffic(args: argparse.Namespace) -> dict[str, float]:
+    """Processor time of the step of one process (norm, clip, AdamW, clearing), over that of the traffic it must do.
+
+    That is 36 bytes per element in fp32: the norm reads the gradient, the update reads it, the weight and two moments
+    and writes the last three, and the gradient is written once more, to zero. Bandwidth is that of copying a moment
+    over the gradient, 8 bytes per element, in turn with the steps.
+    """
+    torch.set_num_threads(1)
+    machine = our_machine(model_of(args), args.vocab, Zero(1, CLIP), ranks=1)
+    buckets, times = machine.optimizer.buckets, []
+    for _ in range(args.rounds):
+        for bucket in buckets:
+            bucket.gradient(0)
+        start = time.process_time()
+        for bucket in buckets:
+            bucket.grads.copy_(bucket.slices["exp_avg"])
+        copied = time.process_time()
+        for bucket in buckets:
+            bucket.grads.fill_(0.01)
+        filled = time.process_time()
+        machine.optimizer.step(Rates(LEARNING_RATE, WEIGHT_DECAY))
+        times.append((copied - start, time.process_time() - filled))
+    elements = sum(bucket.params.numel() for bucket in buckets)
+    copy, step = (statistics.median(each) for each in zip(*times, strict=True))
+    return {
+        "step_seconds": step, "copy_bytes_per_second": 8 * elements / copy, "traffic_bytes": 36 * elements,
+        "step_over_traffic": statistics.median(own / (36 / 8 * base) for base, own in times),
+    }
+
+
 def race(rank: int, folder: str, args: argparse.Namespace) -> None:
     """One of the processes: rounds of a few steps of each contender in turn; rank 0 leaves the numbers in a file."""
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # DeepSpeed asks for them
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    model = ModelConfig(
-        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.hidden // 64, seq_length=args.seq,
-        attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True,
-    )
+    model = model_of(args)
     found = contenders(model, args.vocab, args.batch)
     generator = torch.Generator().manual_seed(rank)
     text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
@@ -286,13 +326,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
+    step = step_over_traffic(args)
+    print(
+        f"step of one process: {1e3 * step['step_seconds']:.1f} ms, {step['step_over_traffic']:.2f} times its "
+        f"{step['traffic_bytes'] / 2**20:.0f} MiB at {step['copy_bytes_per_second'] / 1e9:.1f} GB/s of a copy"
+    )
     found = measure(args)
     print(f"{'':32}{'tokens/s':>10}{'ratio':>8}{'processor s':>13}{'MiB of state':>14}")
     for name, told in found.items():
         rate, ratio, processor, state = told.values()
         print(f"{name:32}{rate:10.0f}{ratio:8.3f}{processor:13.3f}{state / 2**20:14.1f}")
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1) + "\n")
+        Path(args.json).write_text(json.dumps({"step": step, "contenders": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,9 @@ class Head(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        logits = gather_linear(x, self.weight, None, self.group, self.queue)[: batch.tokens.shape[0]]
+        logits = gather_linear(x, self.weight, None, self.group, self.queue)
+        if logits.shape[0] != batch.tokens.shape[0]:        # the backward of a cut copies the gradient of all logits
+            logits = logits[: batch.tokens.shape[0]]
         if batch.labels is None:
             return logits
         losses = vocab_parallel_cross_entropy(

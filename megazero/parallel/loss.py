@@ -19,11 +19,13 @@ from .collectives import all_reduce
 from .groups import Group
 
 CHUNK_ELEMENTS = 1 << 22          # of an fp32 temporary: 16 MiB
+CACHED_ELEMENTS = 1 << 17         # the same on a CPU: 512 KiB, which stay in its cache from one operation to the next
 
 
 def _chunks(logits: Tensor) -> list[slice]:
     """Ranges of rows whose fp32 copy stays small."""
-    rows, step = logits.shape[0], max(1, CHUNK_ELEMENTS // logits.shape[1])
+    most = CHUNK_ELEMENTS if logits.is_cuda else CACHED_ELEMENTS
+    rows, step = logits.shape[0], max(1, most // logits.shape[1])
     return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
 
 
@@ -57,14 +59,20 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, local, here, log_normalizer = ctx.saved_tensors
-        out = torch.zeros_like(logits)
+        out = torch.empty_like(logits)
+        out[:, ctx.real :] = 0.0
+        wide = logits.dtype != log_normalizer.dtype
         for rows in _chunks(logits) if ctx.real else []:
-            x = (logits[rows, : ctx.real].to(log_normalizer.dtype) - log_normalizer[rows].unsqueeze(1)).exp_()
+            to = out[rows, : ctx.real]
+            x = torch.empty_like(to, dtype=log_normalizer.dtype) if wide else to      # else in its own place
+            torch.sub(logits[rows, : ctx.real], log_normalizer[rows].unsqueeze(1), out=x).exp_()
             if ctx.share:
                 x -= ctx.share / ctx.vocab
             target = -(1 - ctx.share) * here[rows].to(x.dtype)
             x.scatter_add_(1, local[rows].unsqueeze(1), target.unsqueeze(1))
-            out[rows, : ctx.real] = x * grad[rows].unsqueeze(1)
+            x *= grad[rows].unsqueeze(1)
+            if wide:
+                to.copy_(x)
         return out, None, None, None, None
 
 

@@ -23,14 +23,24 @@ from .reducer import Reducer
 from .rules import Rule
 from .weights import WeightQueue
 
-NORM_PART = 1 << 18         # elements of a gradient that are widened at once for the norm: they stay in the cache
+NORM_PART = 1 << 15         # elements of a gradient that are widened at once for the norm: they stay in the cache
+NORM_ROW = 1 << 10          # elements whose squares fp32 adds up to 1e-8 or better
 
 
 def sum_of_squares(flat: Tensor) -> Tensor:
-    """Of a 1-D tensor, added up in fp64: scalar. On a CPU vector_norm would widen each element by itself, which takes
-    nine times as long."""
+    """Of a 1-D tensor, added up in fp64: scalar.
+
+    On a CPU vector_norm would widen each element by itself, which takes nine times as long, and widening by parts takes
+    four times as long as adding up rows as they are. The parts are for what fp32 squares cannot hold, and for zeros.
+    """
     if flat.is_cuda:
         return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
+    whole = flat.numel() // NORM_ROW * NORM_ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1).double()
+    rest = flat[whole:].double()
+    total = torch.dot(rows, rows) + torch.dot(rest, rest)
+    if 1e-24 < total < torch.inf:
+        return total
     total = torch.zeros((), dtype=torch.float64)
     for part in flat.split(NORM_PART):
         wide = part.double()

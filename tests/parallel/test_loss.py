@@ -105,7 +105,7 @@ def test_chunks_change_no_bit(dtype):
     logits, labels, upstream = problem(dtype, 100)
     whole = our_loss(logits, labels, upstream, 0.1, ALONE)
     for rows in (1, 7):
-        with mock.patch.object(loss, "CHUNK_ELEMENTS", rows * 100):
+        with mock.patch.object(loss, "CACHED_ELEMENTS", rows * 100):
             assert len(loss._chunks(logits.flatten(0, 1))) == math.ceil(30 / rows)
             found = our_loss(logits, labels, upstream, 0.1, ALONE)
         assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])

@@ -11,7 +11,7 @@ from megazero.parallel.params import ONES, ZEROS, Initial, collect, declare, ini
 from megazero.parallel.rules import SGD, Adam
 from megazero.parallel.shard import ShardSpec
 from megazero.parallel.topology import Topology
-from megazero.parallel.zero import Rates, Zero, ZeroOptimizer
+from megazero.parallel.zero import Rates, Zero, ZeroOptimizer, sum_of_squares
 from tests.harness import on_ranks
 
 SPECS = {                          # name: spec, initial values; odd sizes, so that slices cross parameters
@@ -226,3 +226,16 @@ def test_muon_keeps_one_moment_of_matrices_and_two_of_the_rest():
     assert kinds == {name: ["weight", "momentum"] for name in ("qkv", "up", "out", "router")} | dict.fromkeys(
         ("word", "position", "scale", "bias"), two
     )
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e-22, 1e15, 1e25])
+def test_squares_are_summed_whatever_their_size(size):
+    """Beyond what squares in fp32 hold, too; and zeros, odd lengths and infinities."""
+    flat = size * torch.randn(70_001, generator=torch.Generator().manual_seed(1))
+    for part in (flat, flat[:1000], flat[:1024], flat.double()):
+        assert sum_of_squares(part).item() == pytest.approx(part.double().square().sum().item(), rel=1e-7)
+        assert sum_of_squares(part * 0).item() == 0.0
+    flat[69_999] = torch.inf
+    assert sum_of_squares(flat).item() == torch.inf
+    flat[3] = torch.nan
+    assert sum_of_squares(flat).isnan()
