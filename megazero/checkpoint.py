@@ -1,8 +1,9 @@
-"""Checkpoints that any layout reads: one file per rank, and an index from which all places are arithmetic.
+"""Checkpoints that any layout reads: files of each rank, and an index from which all places are arithmetic.
 
     root/latest_checkpointed_iteration.txt              a hint for people; the newest complete folder counts
     root/iter_0000100/index.json                        its creation is the commit: without it there is no checkpoint
     root/iter_0000100/0000/rank_000003-1f2e3d4c.safetensors   what rank 3 owns: flat ranges of its tensor shards
+    root/iter_0000100/0000/rank_000003-1f2e3d4c-2.safetensors   the rest, where that is too much for one file
 
 A rank owns one slice of every bucket of its pipeline rank. A bucket is the concatenation of the local shards of
 its parameters; the index says how buckets are made, and every box of every tensor follows from that.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -31,6 +33,7 @@ from .checkpoint_index import (
     StageLayout,
     TensorEntry,
     check_cover,
+    files_of_ranks,
     index_to_text,
     owned_ranges,
     read_index,
@@ -38,10 +41,14 @@ from .checkpoint_index import (
 )
 from .parallel.shard import Box, ShardSpec, flat_to_boxes, is_cut_by_tensor, owned_boxes
 from .parallel.topology import Topology
-from .tensor_file import BITS, DTYPE_NAMES, DTYPES, TensorFile, sync_folder, write_file
+from .tensor_file import BITS, CHUNK_BYTES, DTYPE_NAMES, DTYPES, THREADS, TensorFile, nothing, sync_folder, write_file
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RANKS_PER_FOLDER = 256
+FILE_BYTES = 16 * 2**30         # as much as a rank's whole state mostly is; objects of a store may have five terabytes
+OPEN_FILES = 128                # of one reader; a process may have a thousand
+JOBS = 1024                     # reads that wait for each other, so that a chunk is summed as it is read
+VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def folder_of(root: Path, iteration: int) -> Path:
@@ -53,40 +60,81 @@ def new_save_id() -> str:
     return secrets.token_hex(4)
 
 
+@dataclass(frozen=True)
+class Writing:
+    """How a rank's files are written.
+
+    file_bytes  a new file begins where the next range of a tensor would go beyond; a range is never cut
+    between     is called every 16 MiB, and may raise to give up
+    """
+
+    file_bytes: int = FILE_BYTES
+    between: Callable[[], None] = nothing
+
+
 def write_rank(
     folder: Path, rank: int, slices: Mapping[str, Sequence[Tensor]], *,
     topology: Topology, stage: StageLayout, save_id: str,
 ) -> FilePart:
+    """`write_files` into one file."""
+    how = Writing(file_bytes=2**63)
+    (part,) = write_files(folder, rank, slices, topology=topology, stage=stage, save_id=save_id, how=how)
+    return part
+
+
+def write_files(
+    folder: Path, rank: int, slices: Mapping[str, Sequence[Tensor]], *,
+    topology: Topology, stage: StageLayout, save_id: str, how: Writing,
+) -> list[FilePart]:
     """Write and sync what `rank` owns: `slices[kind][bucket]` [share] is its slice of each bucket.
 
-    The folder is made if it is not there. An earlier save of the same iteration is not touched.
+    The folder is made if it is not there. An earlier save of the same iteration is not touched. Raises OSError where
+    it cannot be written and ValueError where a weight is not a finite number; then none of the files is left behind.
     """
-    path = f"{rank // RANKS_PER_FOLDER:04d}/rank_{rank:06d}-{save_id}.safetensors"
     kinds = dict.fromkeys(kind for entry in stage.tensors.values() for kind in entry.dtypes)
-    tensors = []
+    files: list[list[tuple[str, Tensor]]] = [[]]
+    held = 0
     for kind in kinds:
         for r in owned_ranges(stage, topology, rank):
             dtype = stage.tensors[r.name].dtypes.get(kind)
             if dtype is not None:
                 data = slices[kind][r.bucket]
                 assert data.shape == (stage.buckets[r.bucket].share,) and DTYPE_NAMES[data.dtype] == dtype
-                tensors.append((r.key(kind), data[r.at : r.at + r.stop - r.start]))
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    written = write_file(folder / path, tensors, metadata={"format": FORMAT, "rank": str(rank), "save": save_id})
-    return FilePart(rank, path, written, stage.checksum())
+                data = data[r.at : r.at + r.stop - r.start]
+                if files[-1] and held + data.nbytes > how.file_bytes:
+                    files.append([])
+                    held = 0
+                files[-1].append((r.key(kind), data))
+                held += data.nbytes
+    metadata = {"format": FORMAT, "rank": str(rank), "save": save_id}
+    parts: list[FilePart] = []
+    try:
+        for number, tensors in enumerate(files, 1):
+            name = f"rank_{rank:06d}-{save_id}{f'-{number}' if number > 1 else ''}.safetensors"
+            path = f"{rank // RANKS_PER_FOLDER:04d}/{name}"
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            finite = {key for key, _ in tensors if key.startswith("weight/")}
+            written = write_file(folder / path, tensors, metadata=metadata, finite=finite, between=how.between)
+            parts.append(FilePart(rank, path, written, stage.checksum(), len(files)))
+    except BaseException:
+        for part in parts:
+            (folder / part.path).unlink(missing_ok=True)
+        raise
+    return parts
 
 
 def commit(folder: Path, parts: Sequence[FilePart], index: Index) -> None:
-    """Publish the save: called on one rank when every rank has reported its file.
+    """Publish the save: called on one rank when every rank has reported its files.
 
     Raises ValueError where the parts are not all there, or do not hold each element of each tensor exactly once.
     Then the folder stays without this save, and an earlier save of the same iteration stays valid.
     """
     check_cover(index)
     checksums = [stage.checksum() for stage in index.stages]
-    ranks = sorted(part.rank for part in parts)
-    if ranks != list(range(index.topology.world)):
-        raise ValueError(f"{folder}: files of ranks {ranks} instead of all {index.topology.world}; not committed")
+    try:
+        files_of_ranks(parts, index.topology.world)
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}; not committed") from error
     for part in parts:
         if part.layout != checksums[index.topology.coord(part.rank).pipeline]:
             raise ValueError(f"{folder}: rank {part.rank} wrote another layout than the index names; not committed")
@@ -106,9 +154,17 @@ def finish(root: Path, iteration: int) -> None:
     _replace(Path(root) / TRACKER, f"{iteration}\n")
 
 
+def iterations(root: Path) -> Iterator[int]:
+    """The iterations that have a folder, complete or not."""
+    for folder in Path(root).glob("iter_*") if Path(root).is_dir() else ():
+        digits = folder.name.removeprefix("iter_")
+        if digits.isdecimal() and folder.is_dir() and folder == folder_of(root, int(digits)):
+            yield int(digits)
+
+
 def latest(root: Path, *, say: Callable[[str], None] = print) -> int | None:
     """The newest iteration that has a complete save, or None. Newer folders that are passed over are told to `say`."""
-    for iteration in sorted(_iterations(Path(root)), reverse=True):
+    for iteration in sorted(iterations(root), reverse=True):
         folder = folder_of(root, iteration)
         try:
             read_index(folder)
@@ -119,6 +175,32 @@ def latest(root: Path, *, say: Callable[[str], None] = print) -> int | None:
         else:
             return iteration
     return None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Flat elements [start, stop) of a shard; `out` [stop - start], of any dtype and device, is filled with them."""
+
+    name: str
+    kind: str
+    spec: ShardSpec
+    start: int
+    stop: int
+    out: Tensor
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Elements of a stored range that go to one place as they lie."""
+
+    file: TensorFile
+    key: str
+    start: int
+    out: np.ndarray
+
+    def run(self) -> tuple[TensorFile, int, int]:
+        """The bytes of the file that are to be verified now."""
+        return self.file, *self.file.read_(self.key, self.start, self.start + len(self.out), self.out)
 
 
 @dataclass(frozen=True)
@@ -141,7 +223,7 @@ class Reader:
         self.folder = Path(folder)
         index, self._parts = read_index(self.folder)
         self._verify = verify
-        self._open: dict[int, TensorFile] = {}
+        self._open: dict[str, TensorFile] = {}
         self.topology, self.config, self.progress = index.topology, index.config, index.progress
         self.tensors: dict[str, TensorEntry] = {}
         self._places: dict[str, _Place] = {}
@@ -167,7 +249,9 @@ class Reader:
         if any(at < 0 or at + n > size for at, n, size in zip(box.start, box.shape, shape, strict=True)):
             raise ValueError(f"{name}: {box} is outside of its shape {shape}")
         out = np.empty(box.shape, BITS[dtype.itemsize])
-        self._fill_(out, name, kind, box)
+        jobs: list[_Job] = []
+        self._fill_(out, name, kind, box, jobs)
+        _run(jobs)
         return torch.from_numpy(out).view(dtype)
 
     def read_flat(
@@ -177,16 +261,36 @@ class Reader:
 
         Returns [stop - start] in the stored dtype. Raises ValueError as `read` does, and where the shapes differ.
         """
-        dtype = self._dtype(name, kind)
-        stored = self.tensors[name].spec.shape
-        if stored != spec.shape:
-            raise ValueError(f"{self.folder}: {name} has shape {list(stored)}, the model wants {list(spec.shape)}")
-        out = np.zeros(stop - start, BITS[dtype.itemsize])
-        at = 0
-        for box in owned_boxes(spec, topology, rank, start, stop):
-            self._fill_(out[at : at + box.numel].reshape(box.shape), name, kind, box)
-            at += box.numel
-        return torch.from_numpy(out).view(dtype)
+        out = torch.empty(stop - start, dtype=self._dtype(name, kind))
+        self.fill_([Wanted(name, kind, spec, start, stop, out)], topology=topology, rank=rank)
+        return out
+
+    def fill_(self, wanted: Iterable[Wanted], *, topology: Topology, rank: int) -> None:
+        """As `read_flat`, of many shards at once, straight into the memory of the caller.
+
+        What is stored as it is wanted is read by several threads without a copy, and each byte is summed once. Where
+        it raises, what was to be filled holds anything.
+        """
+        jobs: list[_Job] = []
+        for want in wanted:
+            dtype, stored = self._dtype(want.name, want.kind), self.tensors[want.name].spec.shape
+            if stored != want.spec.shape:
+                lacks = f"has shape {list(stored)}, the model wants {list(want.spec.shape)}"
+                raise ValueError(f"{self.folder}: {want.name} {lacks}")
+            boxes = list(owned_boxes(want.spec, topology, rank, want.start, want.stop))
+            direct = want.out.dtype == dtype and want.out.device.type == "cpu" and want.out.is_contiguous()
+            out = want.out if direct else torch.empty(want.stop - want.start, dtype=dtype)
+            bits = out.detach().view(VIEWS[dtype.itemsize]).numpy()
+            if sum(box.numel for box in boxes) < len(bits):
+                bits[:] = 0
+            at = 0
+            for box in boxes:
+                self._fill_(bits[at : at + box.numel].reshape(box.shape), want.name, want.kind, box, jobs)
+                at += box.numel
+            if not direct:
+                _run(jobs)
+                want.out.copy_(out)
+        _run(jobs)
 
     def _dtype(self, name: str, kind: str) -> torch.dtype:
         if name not in self.tensors:
@@ -195,8 +299,9 @@ class Reader:
             raise ValueError(f"{self.folder}: the checkpoint has no {kind} of {name}")
         return DTYPES[self.tensors[name].dtypes[kind]]
 
-    def _fill_(self, out: np.ndarray, name: str, kind: str, box: Box) -> None:
-        """Copy the elements of `box` into `out` [*box.shape], shard by shard and owner by owner."""
+    def _fill_(self, out: np.ndarray, name: str, kind: str, box: Box, jobs: list[_Job]) -> None:
+        """Copy the elements of `box` into `out` [*box.shape], shard by shard and owner by owner; what lies in one
+        piece on both sides is left to `jobs`."""
         place, spec = self._places[name], self.tensors[name].spec
         share = place.bucket.share
         for first_rank in self._shard_ranks(place, spec):
@@ -216,8 +321,15 @@ class Reader:
                     common = piece.meet(hit)
                     if common is not None:
                         rows, skip = _rows(piece, common)
-                        bits = self._file(owners[owner], stored).bits(stored, at + skip, at + skip + rows.numel)
-                        out[common.slices(box.start)] = bits.reshape(rows.shape)[common.slices(rows.start)]
+                        file = self._file(owners[owner], stored)
+                        target = out[(*common.slices(box.start), ...)]        # a view, of a scalar too
+                        if common == rows and target.flags.c_contiguous:
+                            jobs.append(_Job(file, stored, at + skip, target.reshape(-1)))
+                        else:
+                            bits = file.bits(stored, at + skip, at + skip + rows.numel)
+                            target[...] = bits.reshape(rows.shape)[common.slices(rows.start)]
+                        if len(jobs) >= JOBS:
+                            _run(jobs)
                     at += piece.numel
 
     def _shard_ranks(self, place: _Place, spec: ShardSpec) -> list[int]:
@@ -227,18 +339,44 @@ class Reader:
         return self._shards[key]
 
     def _file(self, rank: int, key: str) -> TensorFile:
-        if rank not in self._open:
-            part = self._parts[rank]
-            path = self.folder / part.path
-            if not path.resolve().is_relative_to(self.folder.resolve()):
-                raise ValueError(f"{path}: leads out of the checkpoint's folder")
-            try:
-                self._open[rank] = TensorFile(path, expected=part.written if self._verify else None)
-            except FileNotFoundError as error:
-                raise ValueError(f"{path}: missing, but the index names it") from error
-        if key not in self._open[rank].entries:
-            raise ValueError(f"{self._open[rank].path}: has no {key}")
-        return self._open[rank]
+        """The file of `rank` that holds a range."""
+        for part in self._parts[rank]:
+            if part.path in self._open:
+                file = self._open.pop(part.path)
+            else:
+                file = self._opened(part)
+            self._open[part.path] = file            # the last one used is the last to be closed
+            if key in file.entries:
+                return file
+        raise ValueError(f"{self.folder / self._parts[rank][0].path}: has no {key}")
+
+    def _opened(self, part: FilePart) -> TensorFile:
+        path = self.folder / part.path
+        if not path.resolve().is_relative_to(self.folder.resolve()):
+            raise ValueError(f"{path}: leads out of the checkpoint's folder")
+        while len(self._open) >= OPEN_FILES:
+            del self._open[next(iter(self._open))]
+        try:
+            return TensorFile(path, expected=part.written if self._verify else None)
+        except FileNotFoundError as error:
+            raise ValueError(f"{path}: missing, but the index names it") from error
+
+
+def _run(jobs: list[_Job]) -> None:
+    """Read, then verify what was read, and leave no job."""
+    step = CHUNK_BYTES // 8
+    cut = [
+        _Job(job.file, job.key, job.start + at, job.out[at : at + step])
+        for job in jobs for at in range(0, len(job.out), step)
+    ]
+    jobs.clear()
+    if sum(job.out.nbytes for job in cut) < CHUNK_BYTES:
+        done = [job.run() for job in cut]
+    else:
+        with ThreadPoolExecutor(THREADS) as pool:
+            done = list(pool.map(_Job.run, cut))
+    for file, first, last in done:
+        file.verify(first, last)
 
 
 def _span(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
@@ -258,21 +396,18 @@ def _rows(piece: Box, common: Box) -> tuple[Box, int]:
     return Box(start, shape), (common.start[dim] - piece.start[dim]) * prod(piece.shape[dim + 1 :])
 
 
-def _iterations(root: Path) -> Iterator[int]:
-    for folder in root.glob("iter_*") if root.is_dir() else ():
-        digits = folder.name.removeprefix("iter_")
-        if digits.isdecimal() and folder.is_dir():
-            yield int(digits)
-
-
 def _replace(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all."""
     draft = path.with_name(path.name + ".tmp")
-    with open(draft, "w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    os.replace(draft, path)
+    try:
+        with open(draft, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
     sync_folder(path.parent)
 
 

@@ -18,7 +18,7 @@ from .parallel.topology import Topology
 from .tensor_file import DTYPES, Written
 
 INDEX = "index.json"
-FORMAT = "megazero-1"
+FORMAT = "megazero-2"
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class FilePart:
-    """What a rank reports of the file that it wrote and synced."""
+    """What a rank reports of a file that it wrote and synced."""
 
     rank: int
     path: str                        # inside the checkpoint's folder
     written: Written
     layout: int                      # checksum of the writer's StageLayout
+    of: int = 1                      # files of this rank
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,8 @@ def shard_ranks(topology: Topology, stage: int, axis: str, spec: ShardSpec) -> l
     return [rank for rank in ranks if topology.index(axis, rank) == 0 and is_recorded(spec, topology, rank)]
 
 
-def read_index(folder: Path) -> tuple[Index, dict[int, FilePart]]:
-    """The index and the file of each rank.
+def read_index(folder: Path) -> tuple[Index, dict[int, list[FilePart]]]:
+    """The index and the files of each rank.
 
     Raises FileNotFoundError, or ValueError with one line that says what is wrong.
     """
@@ -161,13 +162,25 @@ def read_index(folder: Path) -> tuple[Index, dict[int, FilePart]]:
         tensors = {name: _tensor_from_json(fields) for name, fields in body["tensors"].items()}
         stages = tuple(_stage_from_json(buckets, tensors) for buckets in body["buckets"])
         index = Index(Topology(**body["topology"]), stages, body["config"], body["progress"])
-        files = {fields["rank"]: _file_from_json(fields) for fields in body["files"]}
-        if files.keys() != set(range(index.topology.world)):
-            raise ValueError(f"files of {len(files)} ranks, not of {index.topology.world}")
+        files = files_of_ranks([_file_from_json(fields) for fields in body["files"]], index.topology.world)
         check_cover(index)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not a valid index: {error}") from error
     return index, files
+
+
+def files_of_ranks(parts: Sequence[FilePart], world: int) -> dict[int, list[FilePart]]:
+    """The files of each rank. Raises ValueError where any is not there, or there twice."""
+    files: dict[int, list[FilePart]] = {}
+    for part in sorted(parts, key=lambda part: (part.rank, part.path)):
+        files.setdefault(part.rank, []).append(part)
+    whole = [
+        rank for rank, found in files.items()
+        if len({part.path for part in found}) == len(found) and {part.of for part in found} == {len(found)}
+    ]
+    if whole != list(range(world)):
+        raise ValueError(f"files of ranks {sorted(part.rank for part in parts)} instead of all {world}")
+    return files
 
 
 def checksum_of(body: Mapping[str, object]) -> int:
@@ -184,7 +197,7 @@ def index_to_text(index: Index, parts: Sequence[FilePart]) -> str:
         "config": dict(index.config),
         "buckets": [_buckets_to_json(stage.buckets) for stage in index.stages],
         "tensors": _tensors_to_json(tensors),
-        "files": [_file_to_json(part) for part in sorted(parts, key=lambda part: part.rank)],
+        "files": [_file_to_json(part) for part in sorted(parts, key=lambda part: (part.rank, part.path))],
     }
     body["crc32"] = checksum_of(body)
     lines = []
@@ -232,13 +245,14 @@ def _stage_from_json(buckets: Sequence[Mapping], tensors: Mapping[str, TensorEnt
 
 
 def _file_to_json(part: FilePart) -> dict:
-    chunks = "".join(f"{crc:08x}" for crc in part.written.crc32)
-    return {"rank": part.rank, "path": part.path, "bytes": part.written.bytes, "crc32": chunks}
+    sums = "".join(f"{number:08x}" for number in part.written.sums)
+    fields = {"rank": part.rank, "path": part.path, "bytes": part.written.bytes, "sums": sums}
+    return fields if part.of == 1 else fields | {"of": part.of}
 
 
 def _file_from_json(fields: Mapping) -> FilePart:
-    path, chunks = fields["path"], fields["crc32"]
+    path, text = fields["path"], fields["sums"]
     if PurePosixPath(path).is_absolute() or ".." in PurePosixPath(path).parts or "\\" in path:
         raise ValueError(f"unsafe path {path!r}")
-    crc32 = tuple(int(chunks[at : at + 8], 16) for at in range(0, len(chunks), 8))
-    return FilePart(int(fields["rank"]), path, Written(int(fields["bytes"]), crc32), 0)
+    sums = tuple(int(text[at : at + 8], 16) for at in range(0, len(text), 8))
+    return FilePart(int(fields["rank"]), path, Written(int(fields["bytes"]), sums), 0, int(fields.get("of", 1)))

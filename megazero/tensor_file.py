@@ -1,4 +1,4 @@
-"""Files in the safetensors format: written as a stream, read through a memory map, with checksums.
+"""Files in the safetensors format: written and read in place by two threads, with checksums.
 
 The format is eight bytes with the length of a header, a JSON header, and the tensors' raw bytes as they lie; any
 safetensors library reads it. There is no pickle: reading a file executes nothing.
@@ -9,18 +9,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .checksum import BLOCK_BYTES, add_bytes_, digest, new_columns
+
 CHUNK_BYTES = 16 * 2**20           # one checksum for each
+THREADS = 2                        # of one process, that move bytes: one alone does not fill a memory channel
+ALIGN = 64                         # bytes: where the first tensor begins in a file
 MAX_HEADER_BYTES = 100_000_000     # the limit of the safetensors library
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -34,10 +38,10 @@ BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: the size of the file and the crc32 of each of its 16 MiB chunks."""
+    """What was written: the size of the file and the checksum of each of its 16 MiB chunks."""
 
     bytes: int
-    crc32: tuple[int, ...]
+    sums: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,50 @@ class Entry:
         return prod(self.shape)
 
 
-def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], *, metadata: Mapping[str, str]) -> Written:
+def nothing() -> None:
+    """What is done between chunks where nothing is asked."""
+
+
+def write_file(
+    path: Path, tensors: Sequence[tuple[str, Tensor]], *, metadata: Mapping[str, str],
+    finite: Collection[str] = (), between: Callable[[], None] = nothing,
+) -> Written:
     """Write a new file and return when it is on the disk.
 
-    Tensors go out one after the other without a copy of the whole (from a device: 16 MiB at a time). Raises
-    FileExistsError where the file is there already, and OSError naming the file where it cannot be written;
-    then nothing of it is left behind.
+    Tensors go out as they lie, without a copy (from a device: 16 MiB at a time). `between` is called before each
+    chunk and may raise. Raises FileExistsError where the file is there already, OSError naming the file where it
+    cannot be written, and ValueError where a tensor named in `finite` holds anything but finite numbers; then
+    nothing of the file is left behind.
     """
+    text, pieces, size = _plan(tensors, metadata, finite)
+
+    def write_chunk(chunk: int) -> int:
+        between()
+        return _write_chunk(out, chunk, [(0, torch.frombuffer(text, dtype=torch.uint8), ""), *pieces])
+
+    try:
+        out = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        try:
+            with ThreadPoolExecutor(THREADS) as pool:
+                sums = tuple(pool.map(write_chunk, range(-(-size // CHUNK_BYTES))))
+            os.fsync(out)
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(out)
+        sync_folder(path.parent)
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
+    return Written(size, sums)
+
+
+def _plan(
+    tensors: Sequence[tuple[str, Tensor]], metadata: Mapping[str, str], finite: Collection[str]
+) -> tuple[bytearray, list[tuple[int, Tensor, str]], int]:
+    """The file's beginning; (first byte, flat tensor, its name where it must be finite) of each tensor; all bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors:
@@ -67,22 +108,14 @@ def write_file(path: Path, tensors: Sequence[tuple[str, Tensor]], *, metadata: M
         shape = list(tensor.shape)
         header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)              # the tensors begin at a multiple of eight bytes
-    try:
-        with open(path, "xb", buffering=2**20) as out:
-            try:
-                chunks = _write_stream(out, _pieces(len(text).to_bytes(8, "little") + text, tensors))
-                out.flush()
-                os.fsync(out.fileno())
-            except BaseException:
-                os.unlink(path)
-                raise
-        sync_folder(path.parent)
-    except FileExistsError:
-        raise
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write: {error.strerror}", str(path)) from error
-    return Written(8 + len(text) + end, tuple(chunks))
+    text += b" " * (-(8 + len(text)) % ALIGN)
+    text = len(text).to_bytes(8, "little") + text
+    pieces, at = [], len(text)
+    for name, tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        pieces.append((at, flat, name if name in finite else ""))
+        at += flat.numel() * flat.element_size()
+    return bytearray(text), pieces, at
 
 
 def sync_folder(folder: Path) -> None:
@@ -94,36 +127,76 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _pieces(head: bytes, tensors: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    """The bytes of the file in order, a tensor in pieces of at most one chunk."""
-    yield memoryview(head)
-    for _, tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        step = CHUNK_BYTES // flat.element_size()
-        for at in range(0, flat.numel(), step):
-            yield memoryview(flat[at : at + step].cpu().view(torch.uint8).numpy())
+def _write_chunk(out: int, chunk: int, pieces: Sequence[tuple[int, Tensor, str]]) -> int:
+    """Write the part of the pieces that falls into a chunk; its checksum."""
+    columns = new_columns()
+    low, high = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
+    for at, flat, name in pieces:
+        width = flat.element_size()
+        first, last = max(at, low), min(at + flat.numel() * width, high)
+        if first >= last:
+            continue
+        start = (first - at) // width           # of the elements that meet the chunk, cut ones too
+        part = flat[start : -(-(last - at) // width)].cpu()
+        data = part.view(torch.uint8).numpy()[first - at - start * width :][: last - first]
+        for block_first, block_last in _blocks(first, last):
+            block = data[block_first - first : block_last - first]
+            _pwrite(out, block, block_first)
+            add_bytes_(columns, block, block_first - low)
+            if name:
+                whole = slice((block_first - at) // width - start, -(-(block_last - at) // width) - start)
+                _check_finite(name, part[whole])
+    return digest(columns)
 
 
-def _write_stream(out: BinaryIO, pieces: Iterator[memoryview]) -> list[int]:
-    """Write all pieces; return the checksum of each 16 MiB chunk of the stream."""
-    chunks: list[int] = []
-    filled = CHUNK_BYTES
-    for piece in pieces:
-        out.write(piece)
-        at = 0
-        while at < len(piece):
-            if filled == CHUNK_BYTES:
-                chunks.append(0)
-                filled = 0
-            part = piece[at : at + CHUNK_BYTES - filled]
-            chunks[-1] = zlib.crc32(part, chunks[-1])
-            filled += len(part)
-            at += len(part)
-    return chunks
+def _check_finite(name: str, values: Tensor) -> None:
+    """What is not finite shows in a sum, which is cheap while the values are in the cache."""
+    if values.dtype in (torch.float32, torch.float64):
+        with np.errstate(all="ignore"):
+            good = bool(np.isfinite(np.add.reduce(values.numpy())))
+    else:
+        good = False
+    if not good and not bool(values.isfinite().all()):
+        raise ValueError(f"{name}: holds values that are not finite numbers: nothing is saved")
+
+
+def _chunks(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Bytes [first, last) of a file, cut where chunks are cut."""
+    while first < last:
+        end = min((first // CHUNK_BYTES + 1) * CHUNK_BYTES, last)
+        yield first, end
+        first = end
+
+
+def _blocks(first: int, last: int) -> Iterator[tuple[int, int]]:
+    """Bytes [first, last) of one chunk in blocks of whole rows of sums."""
+    chunk = first // CHUNK_BYTES * CHUNK_BYTES
+    while first < last:
+        end = min(chunk + ((first - chunk) // BLOCK_BYTES + 1) * BLOCK_BYTES, last)
+        yield first, end
+        first = end
+
+
+def _pwrite(out: int, data: np.ndarray, at: int) -> None:
+    rest = memoryview(data)
+    while rest:
+        written = os.pwrite(out, rest, at)
+        rest, at = rest[written:], at + written
+
+
+@dataclass
+class _Summed:
+    """What is known of a chunk: the sums of the byte ranges that were read."""
+
+    columns: np.ndarray = field(default_factory=new_columns)
+    ranges: list[tuple[int, int]] = field(default_factory=list)
 
 
 class TensorFile:
-    """Read access to one file. Bytes are verified, chunk by chunk, where they are first touched."""
+    """Read access to one file. Bytes are verified chunk by chunk, each once, where they are first touched.
+
+    `bits` is a view of a memory map, `read_` fills memory of the caller's; several threads may call it.
+    """
 
     def __init__(self, path: Path, *, expected: Written | None = None):
         """Opens and checks the header. `expected` is what the writer said of the file: without it nothing is verified.
@@ -133,18 +206,24 @@ class TensorFile:
         self.path = path
         self._expected = expected
         self._verified: set[int] = set()
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise ValueError(f"{path}: {size} bytes are too few for a tensor file")
-            self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        self._summed: dict[int, _Summed] = {}
+        self._lock = threading.Lock()
+        self._file = open(path, "rb", buffering=0)
+        size = os.fstat(self._file.fileno()).st_size
+        if size < 8:
+            raise ValueError(f"{path}: {size} bytes are too few for a tensor file")
+        self._bytes = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
         if expected is not None and size != expected.bytes:
             raise ValueError(f"{path}: has {size} bytes instead of {expected.bytes}: truncated or replaced")
-        self._verify(0, 8)
         data_at = 8 + int.from_bytes(self._bytes[:8], "little")
         if data_at > min(size, 8 + MAX_HEADER_BYTES):
             raise ValueError(f"{path}: not a tensor file: its header would be {data_at - 8} bytes long")
-        self._verify(8, data_at)
+        self._data_at = data_at
+        for low, high in _chunks(0, data_at):
+            columns = self._claim(low, high)
+            if columns is not None:
+                add_bytes_(columns, np.frombuffer(self._bytes[low:high], np.uint8), 0)
+                self._add(columns, low)
         self.entries, self.metadata = self._parse(data_at, size)
 
     def _parse(self, data_at: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -163,22 +242,80 @@ class TensorFile:
         return entries, metadata
 
     def bits(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Elements [start, stop) of a tensor taken as flat, as integers of the same width: a view, read only."""
-        entry = self.entries[name]
-        width = entry.dtype.itemsize
-        stop = entry.numel if stop is None else stop
-        first, last = entry.offset + start * width, entry.offset + stop * width
-        self._verify(first, last)
-        return np.frombuffer(self._bytes[first:last], BITS[width])
+        """Elements [start, stop) of a tensor as flat integers of the same width: a verified view, read only."""
+        first, last = self._place(name, start, stop)
+        self.verify(first, last)
+        return np.frombuffer(self._bytes[first:last], BITS[self.entries[name].dtype.itemsize])
 
-    def _verify(self, first: int, last: int) -> None:
-        """Compare the checksums of the chunks that hold bytes [first, last), each once."""
+    def read_(self, name: str, start: int, stop: int, out: np.ndarray) -> tuple[int, int]:
+        """Read elements [start, stop) into `out` [stop - start], contiguous, of a width as stored.
+
+        They count only when `verify` has passed the bytes returned. Reading the neighbours first, by any thread,
+        makes that cheap: each byte is summed when it is read.
+        """
+        first, last = self._place(name, start, stop)
+        target = out.view(np.uint8)
+        assert len(target) == last - first
+        for low, high in _chunks(first, last):
+            columns = self._claim(low, high)
+            for at, end in _blocks(low, high):
+                block = target[at - first : end - first]
+                self._pread(block, at)
+                if columns is not None:
+                    add_bytes_(columns, block, at % CHUNK_BYTES)
+            if columns is not None:
+                self._add(columns, low)
+        return first, last
+
+    def verify(self, first: int, last: int) -> None:
+        """Compare the checksums of the chunks that hold bytes [first, last) and of the header's, each once.
+
+        Raises ValueError where one differs.
+        """
         if self._expected is None:
             return
-        for chunk in range(first // CHUNK_BYTES, -(-last // CHUNK_BYTES)):
-            if chunk in self._verified:
-                continue
-            found = zlib.crc32(self._bytes[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])
-            if chunk >= len(self._expected.crc32) or found != self._expected.crc32[chunk]:
-                raise ValueError(f"{self.path}: damaged: wrong checksum in bytes from {chunk * CHUNK_BYTES}")
+        header = range(-(-self._data_at // CHUNK_BYTES))
+        for chunk in {*header, *range(first // CHUNK_BYTES, -(-last // CHUNK_BYTES))} - self._verified:
+            low, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, self._expected.bytes)
+            known = self._summed.setdefault(chunk, _Summed())
+            at = low
+            for start, stop in [*sorted(known.ranges), (end, end)]:
+                for block_first, block_last in _blocks(at, start):
+                    add_bytes_(known.columns, np.frombuffer(self._bytes[block_first:block_last], np.uint8),
+                               block_first - low)
+                at = stop
+            del self._summed[chunk]
+            if chunk >= len(self._expected.sums) or digest(known.columns) != self._expected.sums[chunk]:
+                raise ValueError(f"{self.path}: damaged: wrong checksum in bytes from {low}")
             self._verified.add(chunk)
+
+    def _place(self, name: str, start: int, stop: int | None) -> tuple[int, int]:
+        """The bytes of the file that hold elements [start, stop)."""
+        entry = self.entries[name]
+        stop = entry.numel if stop is None else stop
+        return entry.offset + start * entry.dtype.itemsize, entry.offset + stop * entry.dtype.itemsize
+
+    def _pread(self, block: np.ndarray, at: int) -> None:
+        rest = memoryview(block)
+        while rest:
+            got = os.preadv(self._file.fileno(), [rest], at)
+            if not got:
+                raise ValueError(f"{self.path}: ends at byte {at} while it is read")
+            rest, at = rest[got:], at + got
+
+    def _claim(self, first: int, last: int) -> np.ndarray | None:
+        """Sums for a part of a chunk that the caller is about to read; None where they are known already."""
+        chunk = first // CHUNK_BYTES
+        if self._expected is None or chunk in self._verified:
+            return None
+        with self._lock:
+            known = self._summed.setdefault(chunk, _Summed())
+            if any(start < last and first < stop for start, stop in known.ranges):
+                return None
+            known.ranges.append((first, last))
+        return new_columns()
+
+    def _add(self, columns: np.ndarray, first: int) -> None:
+        """Add the sums of a part that was claimed."""
+        with self._lock:
+            self._summed[first // CHUNK_BYTES].columns += columns

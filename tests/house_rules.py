@@ -17,9 +17,10 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 # A file imports only from floors below its own, or from its own floor in its own folder. The longest entry that
 # fits a path counts; a trailing slash means the whole folder.
 FLOORS = (
-    ("megazero/settings.py", "megazero/tensor_file.py", "megazero/batch_sizes.py", "megazero/layout_string.py"),
+    ("megazero/settings.py", "megazero/checksum.py", "megazero/tensor_file.py", "megazero/batch_sizes.py",
+     "megazero/layout_string.py"),
     ("megazero/config.py", "megazero/config_data.py", "megazero/config_parallel.py", "megazero/config_precision.py",
-     "megazero/config_schedule.py", "megazero/lr_curves.py"),
+     "megazero/config_checkpoint.py", "megazero/config_schedule.py", "megazero/lr_curves.py"),
     ("megazero/flags.py", "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py",
      "megazero/loss_scale.py"),
     ("megazero/kernels/", "megazero/data/"),
@@ -36,8 +37,9 @@ FLOORS = (
     ("megazero/forward.py", "megazero/evaluation.py"),
     ("megazero/checkpoint_index.py",),
     ("megazero/checkpoint.py",),
+    ("megazero/retention.py",),
     ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
-     "megazero/machine.py", "megazero/generation.py", "megazero/summary.py"),
+     "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py"),
     ("megazero/gpt.py", "megazero/own.py"),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )
@@ -66,6 +68,7 @@ PURE = (
     "megazero/settings.py",
     "megazero/batch_sizes.py",
     "megazero/config.py",
+    "megazero/config_checkpoint.py",
     "megazero/config_data.py",
     "megazero/flags.py",
     "megazero/resume.py",
@@ -86,6 +89,7 @@ PURE = (
     "megazero/pipe/simulate.py",
 )
 PURE_WITH_NUMPY = (
+    "megazero/checksum.py",
     "megazero/data/documents.py",
     "megazero/data/samples.py",
     "megazero/data/blend.py",
