@@ -10,14 +10,13 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from megazero import snapshot
 from megazero.batch_sizes import BatchSizes, constant
-from megazero.checkpoint import folder_of, latest
+from megazero.checkpoint import Writing, folder_of, latest
 from megazero.checkpoint_index import read_index
 from megazero.config import Config, DataConfig, LoggingConfig, check_world
 from megazero.data.corpora import left_out, open_samples
@@ -42,6 +41,8 @@ from megazero.pipe.trace import write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
 from megazero.precision import dtypes
 from megazero.resume import check_same_model, differences, with_agreed_schedule
+from megazero.retention import Retention
+from megazero.saver import Saver, Saving
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
 from megazero.trainer import Feed, Progress, Schedules, Trainer
 
@@ -136,6 +137,8 @@ def prepare(config: Config, world: World) -> Plan:
     changed: tuple[str, ...] = ()
     iterations = config.batch.iterations(sizes, seq_length=config.model.seq_length)
     if index is not None:
+        if not (config.checkpoint.finetune or config.checkpoint.no_load_optim or config.batch.skip_train):
+            snapshot.check_moments(checkpoint, index)
         saved = Config.from_json(json.dumps(index.config))
         check_same_model(saved, config)
         if not config.checkpoint.finetune:
@@ -177,7 +180,7 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     elif progress.iteration >= iterations:
         metrics.say(f"nothing to do: the checkpoint is at iteration {progress.iteration} of {iterations}")
     else:
-        progress = trainer.train(progress, iterations, config.checkpoint.save_interval)
+        progress = train(trainer, progress, iterations, config)
     if trace is not None:
         write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
     if config.optimizer.overlap_grad_reduce and not config.batch.skip_train:
@@ -186,6 +189,19 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     for feed in trainer.feeds.values():
         feed.loader.close()
     return progress
+
+
+def train(trainer: Trainer, progress: Progress, iterations: int, config: Config) -> Progress:
+    """Train and save, alone in the folder of saves. A save under way is finished, unless this rank fails alone."""
+    try:
+        if config.checkpoint.interval is not None:
+            trainer.saver.lock()
+        return trainer.train(progress, iterations, config.checkpoint.interval)
+    except AgreedError:
+        trainer.saver.finish()
+        raise
+    finally:
+        trainer.saver.close()
 
 
 def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
@@ -223,7 +239,7 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
         machine, feeds, schedules, batch=config.batch, logging=config.logging, metrics=metrics,
-        save=partial(save, plan, machine, metrics),
+        saver=saver_of(config, machine, metrics),
     )
     return trainer, progress
 
@@ -402,7 +418,10 @@ def load(plan: Plan, machine: Machine, metrics: Metrics) -> Progress:
             metrics.say(f"--auto-resume: nothing to resume in {config.checkpoint.save}, starting anew")
         return Progress()
     weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim or config.batch.skip_train
-    progress = snapshot.load(plan.checkpoint, machine.optimizer, machine.mesh, moments=not weights_only)
+    progress = snapshot.load(
+        plan.checkpoint, machine.optimizer, machine.mesh, moments=not weights_only,
+        verify=config.checkpoint.verify_checkpoint,
+    )
     if config.checkpoint.finetune:
         progress = Progress()
     if plan.changed:
@@ -411,11 +430,15 @@ def load(plan: Plan, machine: Machine, metrics: Metrics) -> Progress:
     return progress
 
 
-def save(plan: Plan, machine: Machine, metrics: Metrics, progress: Progress) -> None:
-    """Save everything that a run needs to go on, in any layout."""
-    root = Path(plan.config.checkpoint.save)
-    folder = snapshot.save(root, machine.optimizer, machine.mesh, config=plan.config, progress=progress)
-    metrics.say(f"saved {folder}")
+def saver_of(config: Config, machine: Machine, metrics: Metrics) -> Saver:
+    """What saves everything that a run needs to go on, in any layout."""
+    asked = config.checkpoint
+    how = Saving(
+        asked.async_save, not asked.no_save_optim, Retention(asked.keep_last, asked.save_retain_interval),
+        Writing(asked.checkpoint_file_mib * 2**20),
+    )
+    root = Path(asked.save or "")
+    return Saver(root, machine.optimizer, machine.mesh, config=config, how=how, say=metrics.say)
 
 
 def describe(plan: Plan) -> str:

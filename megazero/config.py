@@ -11,6 +11,7 @@ import json
 from dataclasses import MISSING, asdict, dataclass, field
 from typing import Literal, get_type_hints
 
+from .config_checkpoint import CheckpointConfig
 from .config_data import BatchConfig, DataConfig
 from .config_parallel import ParallelConfig
 from .config_precision import PrecisionConfig
@@ -205,28 +206,6 @@ class RecomputeConfig:
     def layers(self) -> int:
         """Blocks of one group (uniform) or of each stage (block)."""
         return self.recompute_num_layers or 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """What is saved, and where a run starts from."""
-
-    save: str | None = flag(None, "folder to save to")
-    load: str | None = flag(None, "folder to load from")
-    save_interval: int | None = flag(None, "steps between saves", at_least=1)
-    auto_resume: bool = flag(False, "go on from the newest checkpoint in --save, or start anew where there is none")
-    ckpt_step: int | None = flag(None, "load the checkpoint of this iteration, not the newest", at_least=0)
-    finetune: bool = flag(False, "load weights only and start at iteration 0")
-    no_load_optim: bool = flag(False, "do not load the optimizer's moments")
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.save is not None and self.save_interval is None:
-            raise ValueError(f"--save {self.save} needs --save-interval")
-        if self.auto_resume and self.save is None:
-            raise ValueError("--auto-resume needs --save")
-        if self.ckpt_step is not None and self.load is None and not self.auto_resume:
-            raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ ACCEPTED = {
     "there is no generator state to save": "no-load-rng no-save-rng",
     "there is one checkpoint format, which any layout reads": """ckpt-format= dist-ckpt-format= auto-detect-ckpt-format
         dist-ckpt-strictness= ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save""",
-    "a save is finished before training goes on": "async-save use-persistent-ckpt-worker",
+    "a save in the background has a thread of its own": "use-persistent-ckpt-worker",
     "a checkpoint that is asked for and missing is always an error": "exit-on-missing-checkpoint",
     "these figures are not measured yet": """log-memory-to-tensorboard log-optimizer-states-to-tensorboard
         timing-log-level= timing-log-option= no-barrier-with-level-1-timing logging-level=""",
@@ -123,7 +123,6 @@ REFUSED = {
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
         train-shuffle-idx-path aml-data-download-path""",
     "tiktoken": "tiktoken-pattern",
-    "weights without optimizer states, and keeping only some saves": "no-save-optim save-retain-interval",
     "taking the model's shape from the checkpoint": "use-checkpoint-args",
     "leaving on a signal": "exit-signal-handler",
     "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",

@@ -6,36 +6,15 @@ rank ends with the same one line.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
-from .checkpoint import Reader, commit, finish, folder_of, latest, new_save_id, write_rank
-from .checkpoint_index import INDEX, BucketLayout, Index, StageLayout, TensorEntry
-from .parallel.collectives import AgreedError, gather_objects, together
+from .checkpoint import Reader, Wanted, folder_of, latest
+from .checkpoint_index import INDEX, Index
+from .parallel.collectives import together
 from .parallel.groups import Mesh
 from .parallel.zero import ZeroOptimizer
-from .tensor_file import DTYPE_NAMES
+from .saver import Saver, Settings
 from .trainer import Progress
-
-
-class Settings(Protocol):
-    """Whatever says how a run was set up: GPT's Config, or that of a model of one's own."""
-
-    def to_json(self) -> str:
-        """An object of JSON."""
-
-
-def stage_layout(optimizer: ZeroOptimizer) -> StageLayout:
-    """How this rank's buckets are made, as the checkpoint's index tells it."""
-    dtype = DTYPE_NAMES[optimizer.buckets[0].weight.dtype]
-    tensors = {
-        info.name: TensorEntry(info.spec, dict.fromkeys(bucket.slices, dtype))
-        for bucket in optimizer.buckets for info in bucket.infos
-    }
-    buckets = tuple(BucketLayout(b.axis, tuple(i.name for i in b.infos), b.share) for b in optimizer.buckets)
-    return StageLayout(tensors, buckets)
 
 
 def save(root: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, config: Settings, progress: Progress) -> Path:
@@ -43,32 +22,20 @@ def save(root: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, config: Settings, 
 
     Raises AgreedError where any of them cannot write; earlier checkpoints are untouched then.
     """
-    folder = folder_of(root, progress.iteration)
-    save_id = gather_objects(new_save_id() if mesh.rank == 0 else None, mesh.world)[0]
-    stage = stage_layout(optimizer)
-    kinds = dict.fromkeys(kind for bucket in optimizer.buckets for kind in bucket.slices)
-    nothing = optimizer.buckets[0].weight[:0]               # of a kind that a bucket does not have
-    slices = {kind: [bucket.slices.get(kind, nothing) for bucket in optimizer.buckets] for kind in kinds}
+    saver = Saver(root, optimizer, mesh, config=config)
     try:
-        parts = together(
-            mesh.world,
-            lambda: write_rank(folder, mesh.rank, slices, topology=mesh.topology, stage=stage, save_id=save_id),
+        return saver.save(progress)
+    finally:
+        saver.close()
+
+
+def check_moments(folder: Path, index: Index) -> None:
+    """ValueError where a checkpoint holds weights only, and so cannot be gone on from."""
+    if all(set(entry.dtypes) == {"weight"} for stage in index.stages for entry in stage.tensors.values()):
+        raise ValueError(
+            f"{folder}: holds weights only (--no-save-optim): give --finetune to start anew from them, or "
+            "--no-load-optim to go on with an optimizer that has seen nothing"
         )
-    except AgreedError:
-        for path in folder.glob(f"*/rank_{mesh.rank:06d}-{save_id}.*"):      # leave no half of a save behind
-            path.unlink(missing_ok=True)
-        raise
-    stages = gather_objects(stage, mesh.pipeline)
-
-    def publish() -> None:
-        if mesh.rank == 0:
-            scale = None if optimizer.scale is None else optimizer.scale.to_dict()
-            told = asdict(progress) | {"updates": optimizer.updates, "loss_scale": scale}
-            commit(folder, parts, Index(mesh.topology, tuple(stages), json.loads(config.to_json()), told))
-            finish(root, progress.iteration)
-
-    together(mesh.world, publish)
-    return folder
 
 
 def find(root: Path, step: int | None, *, speaks: bool) -> Path | None:
@@ -81,23 +48,21 @@ def find(root: Path, step: int | None, *, speaks: bool) -> Path | None:
     return folder_of(root, step) if step is not None and (folder_of(root, step) / INDEX).is_file() else None
 
 
-def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool) -> Progress:
+def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, verify: bool = True) -> Progress:
     """Fill the optimizer, whatever layout wrote the checkpoint; returns its progress.
 
     Without `moments` only the weights are taken. Raises AgreedError where any of them cannot read.
     """
     def fill() -> dict:
-        reader = Reader(folder)
+        reader = Reader(folder, verify=verify)
         wanted = {info.name for bucket in optimizer.buckets for info in bucket.infos}
         if mesh.pipeline.size == 1 and (extra := sorted(set(reader.tensors) - wanted)):
             raise ValueError(f"{folder}: holds {extra[0]} and {len(extra) - 1} more tensors that this model lacks")
-        for piece in optimizer.owned():
-            if moments or piece.kind == "weight":
-                values = reader.read_flat(
-                    piece.info.name, piece.kind, piece.info.spec, topology=mesh.topology, rank=mesh.rank,
-                    start=piece.start, stop=piece.stop,
-                )
-                piece.data.copy_(values)
+        mine = [piece for piece in optimizer.owned() if moments or piece.kind == "weight"]
+        reader.fill_(
+            [Wanted(p.info.name, p.kind, p.info.spec, p.start, p.stop, p.data) for p in mine],
+            topology=mesh.topology, rank=mesh.rank,
+        )
         return dict(reader.progress)
 
     told = together(mesh.world, fill)[0]

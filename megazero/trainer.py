@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -108,6 +109,19 @@ class Feed:
         return self.loader.global_batch(0)[0].to(self.mesh.device)
 
 
+class Saver(Protocol):
+    """Saves the state of a run, perhaps beside the training."""
+
+    def save(self, progress: Progress) -> object:
+        """Save what the state is now."""
+
+    def poll(self) -> None:
+        """Called after every step: go on with a save that is under way, and raise AgreedError where it failed."""
+
+    def finish(self) -> None:
+        """Wait for a save that is under way."""
+
+
 @dataclass(frozen=True)
 class _Step:
     """One finished step whose numbers may still be on their way from the device."""
@@ -130,10 +144,10 @@ class Trainer:
 
     def __init__(
         self, machine: Machine, feeds: Mapping[str, Feed], schedules: Schedules, *,
-        batch: BatchConfig, logging: LoggingConfig, metrics: Metrics, save: Callable[[Progress], None],
+        batch: BatchConfig, logging: LoggingConfig, metrics: Metrics, saver: Saver,
     ) -> None:
         self.machine, self.feeds, self.schedules = machine, feeds, schedules
-        self.batch, self.logging, self.metrics, self.save = batch, logging, metrics, save
+        self.batch, self.logging, self.metrics, self.saver = batch, logging, metrics, saver
         self.seq_length = feeds["train"].loader.samples.seq_length
         self._last = 0                                      # iteration after which training ends
         self._unread: _Step | None = None
@@ -147,6 +161,7 @@ class Trainer:
         leaving, self._last = False, iterations
         while progress.iteration < iterations and not leaving:
             progress = self._step(progress)
+            self.saver.poll()
             done = progress.iteration
             leaving = self._is_time_to_leave(done, started)
             if self._is_due(self.batch.eval_interval, done) and done < iterations and not leaving:
@@ -155,12 +170,13 @@ class Trainer:
                         self.evaluate(part, progress)
             if save_interval and (self._is_due(save_interval, done) or leaving or done == iterations):
                 self._read()
-                self.save(progress)
+                self.saver.save(progress)
         self._read()
         if leaving and progress.iteration < iterations:
             self.metrics.say(f"left after iteration {progress.iteration}, as asked")
         elif self.batch.eval_interval:
             self.evaluate_all(progress)
+        self.saver.finish()
         return progress
 
     def evaluate_all(self, progress: Progress) -> None:

@@ -97,7 +97,7 @@ def train_rank(argv: Sequence[str], world: int, look: Callable[[Trainer], Any] |
     mesh, record = open_mesh(plan.topology), Recorder()
     trainer, progress = pretrain_gpt.build(plan, mesh, record)
     target = iterations or plan.iterations
-    trainer.train(progress, target, plan.config.checkpoint.save_interval)
+    trainer.train(progress, target, plan.config.checkpoint.interval)
     return record, pieces_of(trainer), None if look is None else look(trainer)
 
 
