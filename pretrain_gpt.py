@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World()
     try:
         world = World.from_environment()
-        config, notices = parse(sys.argv[1:] if argv is None else argv)
+        config, notices = parse(sys.argv[1:] if argv is None else argv, shape=shape_in_checkpoint)
         if answer(config, world):
             return 0
         plan = prepare(config, world)
@@ -394,6 +394,15 @@ def check_save(config: Config, checkpoint: Path | None, reached: Mapping[str, ob
             f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration {start}: "
             "give another folder, go on from there (--load, --auto-resume), or remove what is later"
         )
+
+
+def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
+    """The model settings of the checkpoint that --load names, for --use-checkpoint-args."""
+    root = given.get("load")
+    found = root and snapshot.find(Path(str(root)), given.get("ckpt_step"), speaks=False)
+    if not root or not found:
+        raise ValueError(f"--use-checkpoint-args: --load {root}: there is no complete checkpoint")
+    return vars(Config.from_json(json.dumps(read_index(found)[0].config)).model)
 
 
 def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:

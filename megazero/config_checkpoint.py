@@ -21,6 +21,7 @@ class CheckpointConfig:
     checkpoint_file_mib: int = flag(16384, "a rank begins another file of a save beyond so many MiB", at_least=1)
     auto_resume: bool = flag(False, "go on from the newest checkpoint in --save, or start anew where there is none")
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration, not the newest", at_least=0)
+    use_checkpoint_args: bool = flag(False, "model settings that no flag gives are those of the checkpoint in --load")
     finetune: bool = flag(False, "load weights only and start at iteration 0")
     no_load_optim: bool = flag(False, "do not load the optimizer's moments")
     verify_checkpoint: bool = flag(True, "compare checksums of all that is loaded; --no-verify-checkpoint does not")
@@ -38,6 +39,8 @@ class CheckpointConfig:
             raise ValueError("--auto-resume needs --save")
         if self.ckpt_step is not None and self.load is None and not self.auto_resume:
             raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
+        if self.use_checkpoint_args and self.load is None:
+            raise ValueError("--use-checkpoint-args needs --load")
         every = self.save_retain_interval
         if every is not None and every % (self.save_interval or every):
             raise ValueError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any
 
@@ -123,7 +123,6 @@ REFUSED = {
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
         train-shuffle-idx-path aml-data-download-path""",
     "tiktoken": "tiktoken-pattern",
-    "taking the model's shape from the checkpoint": "use-checkpoint-args",
     "leaving on a signal": "exit-signal-handler",
     "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
     "profiling": "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
@@ -213,10 +212,13 @@ class Reading:
         self.values[name], self.sources[name] = value, source
 
 
-def parse(argv: Sequence[str], base: Config | None = None) -> tuple[Config, list[str]]:
+def parse(
+    argv: Sequence[str], base: Config | None = None, *, shape: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict
+) -> tuple[Config, list[str]]:
     """The configuration that a command line asks for, and notices to be printed once.
 
-    With `base` (a checkpoint's configuration, say) the flags change that one, and none is required. Raises UsageError.
+    With `base` (a checkpoint's configuration, say) the flags change that one, and none is required. Where
+    --use-checkpoint-args is given, `shape` is called with the fields that are, and gives more. Raises UsageError.
     `--help` prints the flags and raises SystemExit.
     """
     settings = all_settings()
@@ -232,6 +234,8 @@ def parse(argv: Sequence[str], base: Config | None = None) -> tuple[Config, list
     if reading.refused:
         raise UsageError("; ".join(reading.refused))
     values = reading.weak | reading.values
+    if values.get("use_checkpoint_args"):
+        values = {**shape(values), **values}
     check_combinations(values, [flag.name for flag in given])
     if base is None:
         require(values, settings)

@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 from megazero.checkpoint import Reader, folder_of, iterations, latest  # noqa: E402
 from megazero.checkpoint_index import INDEX  # noqa: E402
 
-# A step takes about as long as a save of its 3.7 million parameters, so that most moments fall into a save.
+# A save of its 3.7 million parameters takes about as long as a step.
 MODEL = (
     "--num-layers 2 --hidden-size 256 --num-attention-heads 4 --seq-length 16 --vocab-size 8192 --micro-batch-size 1 "
     "--global-batch-size 2 --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --mock-data --tokenizer-type "
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.append(f"went on after {began and began[1]} instead of {before}")
         wrong += found
         newest = latest(asked.save / "saves", say=lambda line: None)
-        broken_off = is_broken_off(asked.save / "saves", newest)
+        broken_off = is_broken_off(asked.save / "saves")
         in_a_save += broken_off
         moment = "in a save" if broken_off else "between saves"
         print(f"kill {number} {how or '(plain)'}: rank {victim}, {moment}, newest {newest}; {found or 'all is well'}",
@@ -71,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_and_kill(folder: Path, ranks: int, how: str, draw: random.Random) -> tuple[str, int]:
-    """Start a run, kill one rank at a random moment after its first save, and the others as a launcher does; what
-    rank 0 said, and who was killed."""
+    """Start a run, kill one rank at a random moment of one of its saves but the first, and the others as a launcher
+    does; what rank 0 said, and who was killed."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -94,6 +94,9 @@ def run_and_kill(folder: Path, ranks: int, how: str, draw: random.Random) -> tup
                     raise ValueError(f"the run did not come to its first save:\n{log.read_text()}")
                 time.sleep(0.02)
             time.sleep(draw.uniform(0, 1))
+            while not is_broken_off(folder / "saves") and time.monotonic() < limit:
+                time.sleep(0.002)
+            time.sleep(draw.uniform(0, 0.1))            # somewhere in a save, or just after it
             victim = draw.randrange(ranks)
             processes[victim].send_signal(signal.SIGKILL)
             time.sleep(draw.uniform(0, 0.3))
@@ -123,10 +126,10 @@ def check(folder: Path, said: str) -> list[str]:
     return wrong
 
 
-def is_broken_off(root: Path, newest: int | None) -> bool:
-    """Whether a save has begun that did not come to its end."""
-    later = [iteration for iteration in iterations(root) if newest is None or iteration > newest]
-    return bool(later) or bool(list(root.rglob("*.tmp")))
+def is_broken_off(root: Path) -> bool:
+    """Whether a save has begun that has not come to its end."""
+    newest = max(iterations(root), default=None)
+    return newest is not None and not (folder_of(root, newest) / INDEX).exists()
 
 
 def unlike_losses(path: Path) -> list[str]:

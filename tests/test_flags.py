@@ -105,6 +105,7 @@ ALONG = {
     "save": "--save-interval 3",
     "auto_resume": "--save x --save-interval 3",
     "ckpt_step": "--load x",
+    "use_checkpoint_args": "--load x",
     "world_size": "--print-layout",
     "rampup_batch_size": "--global-batch-size 8",
     "valid_data_path": "--train-data-path x",

@@ -445,3 +445,23 @@ def test_a_run_that_leaves_when_its_time_is_up_has_saved_and_goes_on(
     assert "left after iteration 1, as asked" in out and saves(tmp_path) == {1: True}
     out, _ = run(capsys, 0, flags)
     assert "going on after iteration 1" in out and "iteration 3/3" in out and saves(tmp_path) == {1: True, 3: True}
+
+
+def test_the_shape_of_the_model_may_come_from_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """--use-checkpoint-args: what is left out is the checkpoint's; what is given and differs is refused."""
+    model = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 "
+    assert model in f"{SMALL} " and pretrain_gpt.main(
+        f"{SMALL} {LLAMA} --train-iters 1 --save-interval 1 --save {tmp_path}/a".split()) == 0
+    rest = f"{SMALL} ".replace(model, "") + f"--train-iters 2 --load {tmp_path}/a --use-checkpoint-args"
+    capsys.readouterr()
+    assert pretrain_gpt.main(rest.split()) == 0
+    assert "going on after iteration 1" in capsys.readouterr().out
+    for words, told in (
+        ("--hidden-size 48", "--hidden-size: 32 in the checkpoint, 48 now"),
+        ("--normalization LayerNorm", "--normalization: RMSNorm in the checkpoint, LayerNorm now"),
+        (f"--load {tmp_path}/none", f"--use-checkpoint-args: --load {tmp_path}/none: there is no complete checkpoint"),
+    ):
+        assert pretrain_gpt.main(f"{rest} {words}".split()) == 2
+        err = capsys.readouterr().err
+        assert told in err and err.count("\n") == 1, err
+    assert pretrain_gpt.main(rest.replace(f"--load {tmp_path}/a", "").split()) == 2
