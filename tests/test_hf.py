@@ -204,7 +204,7 @@ def test_the_printed_flags_ask_for_the_imported_model(folders: dict[str, Path], 
 def test_a_checkpoint_without_moments_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
     made = import_folder(folders["gpt2"], tmp_path / "ours")
     flags = f"{' '.join(convert_hf.flags_for(made.config))} --train-iters 2 --override-opt_param-scheduler"
-    with pytest.raises(ValueError, match="holds weights only, no moments: give --finetune or --no-load-optim$"):
+    with pytest.raises(ValueError, match="holds weights only.*: give --finetune .*--no-load-optim"):
         train(f"{flags} --load {tmp_path / 'ours'}")
     assert len(train(f"{flags} --load {tmp_path / 'ours'} --no-load-optim").losses) == 2
 
