@@ -27,7 +27,7 @@ from .config_precision import PrecisionConfig
 from .data.tokenizer import HUGGING_FACE_TYPES, SENTENCEPIECE_TYPES, build_tokenizer
 from .hf_config import DTYPE_WORDS, Described, describe, family_of, to_values
 from .hf_names import Part, Row, rows_of
-from .parallel.shard import ShardSpec
+from .parallel.shard import ShardSpec, owned_boxes
 from .parallel.topology import Topology
 from .tensor_file import BITS, DTYPE_NAMES, DTYPES, Entry, TensorFile
 from .tensor_stream import Lazy, write_lazily
@@ -181,6 +181,39 @@ def _equal(weights: Weights, name: str, other: str) -> bool:
     return all(np.array_equal(a[at : at + COMPARED], b[at : at + COMPARED]) for at in range(0, a.size, COMPARED))
 
 
+class FolderReader:
+    """A Hugging Face folder, read as a checkpoint's Reader reads one. Raises as open_source does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._source = folder, open_source(folder)
+        self.config = json.loads(config_of(self._source, folder).to_json())
+        self.tensors = entries_of(self._source)
+        self._rows = {row.name: row for row in self._source.rows}
+
+    def read_flat(
+        self, name: str, kind: str, spec: ShardSpec, *, topology: Topology, rank: int, start: int, stop: int,
+    ) -> Tensor:
+        """Flat elements [start, stop) of the shard that `rank` of `topology` holds, padding zero, [stop - start]."""
+        if kind != "weight" or name not in self._rows:
+            raise ValueError(f"{self.folder}: has no {kind} of {name}")
+        if spec.shape != self._rows[name].shape:
+            shape = list(self._rows[name].shape)
+            raise ValueError(f"{self.folder}: {name} has shape {shape}, the model wants {list(spec.shape)}")
+        whole = self._source.read(self._rows[name])
+        out = whole.new_zeros(stop - start)
+        at = 0
+        for box in owned_boxes(spec, topology, rank, start, stop):
+            out[at : at + box.numel] = whole[box.slices()].flatten()
+            at += box.numel
+        return out
+
+
+def entries_of(source: Source) -> dict[str, TensorEntry]:
+    """Our parameters, whole and without moments, by name."""
+    specs = {row: ShardSpec(row.shape, (None,) * len(row.shape)) for row in source.rows}
+    return {row.name: TensorEntry(spec, {"weight": DTYPE_NAMES[source.dtype(row)]}) for row, spec in specs.items()}
+
+
 @dataclass(frozen=True)
 class Imported:
     """A checkpoint that was made from a Hugging Face folder."""
@@ -210,15 +243,13 @@ def import_folder(hf: Path, root: Path, *, iteration: int = 0) -> Imported:
 
 def write_checkpoint(source: Source, root: Path, *, config: Config, iteration: int) -> tuple[Path, int]:
     """Write and commit the weights, as one rank would that holds the whole model; the folder and the file's size."""
-    specs = {row.name: ShardSpec(row.shape, (None,) * len(row.shape)) for row in source.rows}
-    kinds = {row.name: source.dtype(row) for row in source.rows}
-    entries = {name: TensorEntry(spec, {"weight": DTYPE_NAMES[kinds[name]]}) for name, spec in specs.items()}
-    bucket = BucketLayout("data", tuple(specs), sum(spec.numel for spec in specs.values()))
+    entries = entries_of(source)
+    bucket = BucketLayout("data", tuple(entries), sum(entry.spec.numel for entry in entries.values()))
     stage = StageLayout(entries, (bucket,))
     tensors = []
     for row in source.rows:
-        size = specs[row.name].numel
-        lazy = Lazy(kinds[row.name], (size,), partial(_flat, source, row))
+        size = entries[row.name].spec.numel
+        lazy = Lazy(source.dtype(row), (size,), partial(_flat, source, row))
         tensors.append((Range(row.name, 0, 0, size, 0).key("weight"), lazy))
     folder, save_id = folder_of(root, iteration), new_save_id()
     path = f"0000/rank_000000-{save_id}.safetensors"

@@ -2,7 +2,7 @@
 
     python scripts/evaluate.py --load runs/a --data-path corpus_text_document --part valid test
     torchrun --nproc-per-node 4 scripts/evaluate.py --tensor-model-parallel-size 2 --load runs/a --jsonl texts.jsonl
-    python scripts/evaluate.py --load runs/a --jsonl lambada.jsonl --last-word --json
+    python scripts/evaluate.py --hf Qwen3-0.6B --jsonl lambada.jsonl --last-word --json
 
 The loss is the mean over tokens, in nats, and ppl its exponential. A corpus is cut into consecutive windows of
 --seq-length tokens, the last one shorter: every token but the first is scored once. Texts are windowed one by one, so
@@ -38,6 +38,7 @@ from megazero.data.tokenizer import Tokenizer  # noqa: E402
 from megazero.evaluation import EvaluationSetup, Evaluator, Score, StreamWindows, TextWindows, Windows  # noqa: E402
 from megazero.forward import Weights  # noqa: E402
 from megazero.gpt import WORD_TABLE, GPTSetup, gpt_layers  # noqa: E402
+from megazero.hf import FolderReader  # noqa: E402
 from megazero.parallel.collectives import AgreedError, gather_objects  # noqa: E402
 from megazero.parallel.groups import World, choose_device, connect, disconnect, open_mesh  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
@@ -53,7 +54,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--load", required=True, metavar="DIR", help="folder of checkpoints (--save in training), or one of them")
+    which = made.add_mutually_exclusive_group(required=True)
+    which.add_argument("--load", metavar="DIR", help="folder of checkpoints (--save in training), or one of them")
+    which.add_argument("--hf", metavar="HF_DIR", help="a Hugging Face folder as it is")
     add("--ckpt-step", type=int, metavar="N", help="the checkpoint of iteration N; default: newest")
     data = made.add_mutually_exclusive_group(required=True)
     data.add_argument("--data-path", nargs="+", metavar="PREFIX", help="token files, read once whatever their weights")
@@ -113,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def prepare(args: argparse.Namespace, world: World) -> Plan:
     """Read the checkpoint's index, open the data and check everything that is asked. ValueError with one line."""
     topology = topology_of(args, world)
-    reader = Reader(checkpoint_of(args.load, args.ckpt_step, speaks=world.rank == 0))
+    reader = reader_of(args, speaks=world.rank == 0)
     if WORD_TABLE not in reader.tensors:
         raise ValueError(f"{reader.folder}: has no {WORD_TABLE}, so it is not a checkpoint of a GPT")
     vocab = reader.tensors[WORD_TABLE].spec.shape[0]
@@ -139,6 +142,15 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
     else:
         windows = open_corpora(args, config, tokenizer, vocab=vocab, seq_length=seq_length)
     return Plan(args, reader.folder.name, reader, topology, layers, setup, windows)
+
+
+def reader_of(args: argparse.Namespace, *, speaks: bool) -> Reader | FolderReader:
+    """Where settings and weights come from."""
+    if args.hf is None:
+        return Reader(checkpoint_of(args.load, args.ckpt_step, speaks=speaks))
+    if args.ckpt_step is not None:
+        raise ValueError(f"--ckpt-step {args.ckpt_step} goes with --load: a Hugging Face folder holds one model")
+    return FolderReader(Path(args.hf))
 
 
 def topology_of(args: argparse.Namespace, world: World) -> Topology:

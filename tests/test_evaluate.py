@@ -322,6 +322,8 @@ def test_under_a_launcher_rank_0_prints_one_object(
         ("--load {gpt} --data-path {corpus} --seq-length 0", "--seq-length 0: must be at least 1"),
         ("--load {gpt} --data-path {corpus} --micro-batch-size 0", "--micro-batch-size 0: must be at least 1"),
         ("--load {gpt} --data-path {corpus} --fp32 --bf16", "not allowed with"),
+        ("--hf {missing} --data-path {corpus}", "{missing}: there is no such folder"),
+        ("--hf {missing} --data-path {corpus} --ckpt-step 3", "--ckpt-step 3 goes with --load"),
         ("--load {gpt} --data-path {corpus} --pipeline-model-parallel-size 2", "world size 1 is not a multiple of"),
         ("--load {gpt} --data-path {other}", "was made with a vocabulary of 300"),
         ("--load {gpt} --jsonl {missing}", "cannot be read: No such file"),

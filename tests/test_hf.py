@@ -25,14 +25,14 @@ from megazero.gpt import GPTSetup, gpt_layers
 from megazero.hf import export_folder, import_folder, open_source, read_json, read_part, write_checkpoint, write_shards
 from megazero.hf_config import describe, to_values
 from megazero.hf_names import rows_of
-from megazero.parallel.groups import mesh_on_paper
+from megazero.parallel.groups import World, mesh_on_paper
 from megazero.parallel.params import collect
 from megazero.parallel.topology import Topology
 from megazero.pipe.stage import Recompute, Stage, build_stages, cut_layers
 from megazero.resume import check_same_model
 from megazero.tensor_stream import Lazy
-from scripts import convert_hf
-from tests.harness import run_script
+from scripts import convert_hf, evaluate
+from tests.harness import on_ranks, run_script
 from tests.training import LLAMA, train
 
 SMALL_HF = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
@@ -207,6 +207,30 @@ def test_a_checkpoint_without_moments_says_so(folders: dict[str, Path], tmp_path
     with pytest.raises(ValueError, match="holds weights only.*: give --finetune .*--no-load-optim"):
         train(f"{flags} --load {tmp_path / 'ours'}")
     assert len(train(f"{flags} --load {tmp_path / 'ours'} --no-load-optim").losses) == 2
+
+
+def score(folder: Path, words: list[str], layout: tuple[int, int]) -> float:
+    """The loss that evaluate.py finds on this rank."""
+    tensor, pipeline = layout
+    sizes = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
+    args = evaluate.parser().parse_args(["--hf", str(folder), *words, *sizes])
+    world = World(0, tensor * pipeline, 0)
+    (found,) = evaluate.run(evaluate.prepare(args, world), world).values()
+    return found.lm_loss
+
+
+def test_a_folder_is_scored_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
+    """In one process and in four: the loss that the transformers library finds."""
+    ids = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(5))
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": " ".join(map(str, ids.tolist()))}) + "\n")
+    words = ["--jsonl", str(tmp_path / "texts.jsonl"), "--json"]
+    for name in ("gpt2", "llama3"):
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
+        with torch.no_grad():
+            want = theirs(ids[None], labels=ids[None]).loss.item()
+        for layout in ((1, 1), (2, 2)):
+            for found in on_ranks(layout[0] * layout[1], score, folders[name], words, layout):
+                assert found == pytest.approx(want, rel=1e-6), (name, layout)
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
