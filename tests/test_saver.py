@@ -165,27 +165,25 @@ def test_a_failure_in_the_background_is_told_at_the_next_step_and_leaves_the_las
     assert [step["iteration"] for step in resumed.steps] == [9]
 
 
-def fail_after(trainer: Trainer, iteration: int, agreed: bool) -> None:
-    """A fault of the data, say, while the save of the step before is under way: on all ranks, or on the last."""
-    def fail(progress: Progress) -> None:
-        if progress.iteration == iteration and agreed:
-            raise AgreedError("the data is at fault")
-        if progress.iteration == iteration and trainer.machine.mesh.rank == 0:
-            raise RuntimeError("a fault of its own")
-
-    after_step(trainer, fail)
-
-
 def hold_and_fail(trainer: Trainer, agreed: bool) -> None:
-    gate = threading.Event()
-    check = trainer.saver._check_stopping
+    """A fault of the data, say, on all ranks, or one of rank 0 alone, while the save of the step before is under way:
+    that writes nothing until then."""
+    gate, check = threading.Event(), trainer.saver._check_stopping
 
     def between() -> None:
-        gate.wait(0.5)
+        while not (gate.wait(0.01) or trainer.saver._stopping):
+            pass
         check()
 
+    def fail(progress: Progress) -> None:
+        if progress.iteration == 3 and agreed:
+            gate.set()
+            raise AgreedError("the data is at fault")
+        if progress.iteration == 3 and trainer.machine.mesh.rank == 0:
+            raise RuntimeError("a fault of its own")
+
     trainer.saver._check_stopping = between
-    fail_after(trainer, 3, agreed)
+    after_step(trainer, fail)
 
 
 def test_a_save_under_way_is_finished_when_all_ranks_stop_together(tmp_path: Path) -> None:
