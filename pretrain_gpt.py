@@ -88,6 +88,7 @@ def answer(config: Config, world: World) -> bool:
         samples = map(sizes.consumed, range(asked.print_lr))
         lines += print_lr_lines(schedule, (Done(k, n, n * config.model.seq_length) for k, n in enumerate(samples)))
     if asked.print_layout:
+        check_dense(config)
         check_world(config, size)
         vocab = config.model.vocab_size or build_tokenizer(config.data).vocab_size
         lines.append(describe_layout(layers_of(config, vocab), topology_of(config, size), pipelining_of(config)))
@@ -123,6 +124,7 @@ class Plan:
 
 def prepare(config: Config, world: World) -> Plan:
     """Check sizes, files and settings. Raises ValueError with one line for the first thing that is wrong."""
+    check_dense(config)
     check_world(config, world.size)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab = config.model.vocab_size or tokenizer.vocab_size
@@ -156,6 +158,12 @@ def prepare(config: Config, world: World) -> Plan:
         config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, reached,
         changed, plan_stages(layers, topology, how),
     )
+
+
+def check_dense(config: Config) -> None:
+    """Experts are read and checked, but the model does not have them yet."""
+    if config.moe.any:
+        raise ValueError(f"--num-experts {' '.join(map(str, config.moe.num_experts))}: not available yet")
 
 
 def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import MISSING, asdict, dataclass, field
+from math import gcd
 from typing import Literal, get_type_hints
 
 from .config_checkpoint import CheckpointConfig
 from .config_data import BatchConfig, DataConfig
+from .config_moe import MoEConfig
 from .config_parallel import ParallelConfig
 from .config_precision import PrecisionConfig
 from .config_schedule import DeepSpeedScheduleConfig, ScheduleConfig, check_schedule
@@ -258,6 +260,7 @@ class Config:
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    moe: MoEConfig = field(default_factory=MoEConfig)
     batch: BatchConfig
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -271,12 +274,27 @@ class Config:
 
     def __post_init__(self) -> None:
         check_layout(self.model, self.parallel)
+        check_experts(self)
         self.parallel.chunks(self.model.num_layers)
         check_schedule(self.batch, self.schedule, self.deepspeed_schedule)
         self.batch.sizes(1, self.model.seq_length)
         chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
         if chunk is not None and chunk > layers:
             raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """Ranks that share one expert: 1 or the tensor size."""
+        parallel = self.parallel
+        if parallel.expert_tensor_parallel_size is not None:
+            return parallel.expert_tensor_parallel_size
+        own = self.moe.deepspeed and not parallel.enable_expert_tensor_parallelism
+        return 1 if own else parallel.tensor_model_parallel_size
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        """Experts of each layer, 1 where it is dense."""
+        return self.moe.experts_of_layers(self.model.num_layers)
 
     def to_json(self) -> str:
         """A JSON object of sections, each an object of its fields."""
@@ -309,9 +327,39 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
         )
 
 
+def check_experts(config: Config) -> None:
+    """The experts fit the layers, and every layer's experts can be cut over some of the ranks that share experts."""
+    degree, tensor = config.parallel.expert_model_parallel_size, config.expert_tensor_size
+    if degree > 1 and not config.moe.any:
+        raise ValueError(f"--expert-model-parallel-size {degree} needs --num-experts above 1")
+    for layer, experts in enumerate(config.experts):
+        if experts > 1 and degree > 1 and gcd(experts, degree) == 1:
+            raise ValueError(
+                f"--expert-model-parallel-size {degree} has no common divisor with the {experts} experts of layer "
+                f"{layer} (--num-experts)"
+            )
+    widths = (
+        ("--moe-ffn-hidden-size", config.moe.moe_ffn_hidden_size, tensor),
+        (
+            "--moe-shared-expert-intermediate-size", config.moe.moe_shared_expert_intermediate_size,
+            config.parallel.tensor_model_parallel_size,
+        ),
+    )
+    for name, width, ranks in widths:
+        if (width or 0) % ranks:
+            raise ValueError(f"{name} {width} is not divisible by --tensor-model-parallel-size {ranks}")
+
+
 def check_world(config: Config, world_size: int) -> None:
     """What depends on the number of ranks: the layout fills them evenly and every global batch is cut evenly."""
     data_size = config.parallel.data_size(world_size)
+    tensor, degree = config.parallel.tensor_model_parallel_size, config.parallel.expert_model_parallel_size
+    sharing = data_size * tensor // config.expert_tensor_size
+    if sharing % degree:
+        raise ValueError(
+            f"--expert-model-parallel-size {degree} does not divide the {sharing} ranks of a stage that can share "
+            f"experts (data {data_size}, tensor {tensor}, --expert-tensor-parallel-size {config.expert_tensor_size})"
+        )
     for size in config.batch.sizes(data_size, config.model.seq_length).sizes:
         config.batch.micro_batches(data_size, size)
     config.batch.evaluation(data_size)

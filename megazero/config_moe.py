@@ -69,7 +69,7 @@ class MoEConfig:
     )
 
     moe_router_load_balancing_type: tuple[Balancing, ...] = flag(
-        (), "kinds of balancing; default: aux_loss, in Megatron-DeepSpeed its own (of two choices only the first counts)"
+        (), "kinds of balancing; default: aux_loss, or deepspeed, where of two choices only the first counts"
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag(
         (), "weight of each balancing loss; default: 0, in Megatron-DeepSpeed 0.1", at_least=0
@@ -144,7 +144,9 @@ class MoEConfig:
             if len(kinds) > 1:
                 raise ValueError(f"--moe-router-load-balancing-type {' '.join(kinds)}: {kind} stands alone")
             if any(given):
-                raise ValueError(f"--moe-router-load-balancing-type {kind} has no loss for --moe-aux-loss-coeff {given[0]}")
+                raise ValueError(
+                    f"--moe-router-load-balancing-type {kind} has no loss for --moe-aux-loss-coeff {given[0]}"
+                )
         if "sinkhorn" in kinds and self.capacity(training=True).factor is not None:
             raise ValueError("--moe-router-load-balancing-type sinkhorn goes without dropping tokens")
         if "sinkhorn" in kinds and (self.moe_router_enable_expert_bias or self.moe_router_num_groups):

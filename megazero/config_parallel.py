@@ -15,7 +15,12 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag(1, "ranks that share each layer", at_least=1)
     pipeline_model_parallel_size: int = flag(1, "ranks that share the depth", at_least=1)
-    expert_model_parallel_size: int = flag(1, "ranks of the data axis that share the experts", at_least=1)
+    expert_model_parallel_size: int = flag(1, "ranks that share the experts of a layer", at_least=1)
+    expert_tensor_parallel_size: int | None = flag(
+        None, "ranks that share one expert: as --tensor-model-parallel-size (default), or 1 (Megatron-DeepSpeed's)",
+        at_least=1,
+    )
+    enable_expert_tensor_parallelism: bool = flag(False, "Megatron-DeepSpeed: tensor ranks share each expert")
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] | None = flag(
         None, "order of forward and backward passes; default: 1f1b, or interleaved with several stages per rank"
     )
@@ -36,10 +41,14 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.expert_model_parallel_size > 1:
+        each, tensor = self.expert_tensor_parallel_size, self.tensor_model_parallel_size
+        if each not in (None, 1, tensor):
             raise ValueError(
-                f"--expert-model-parallel-size {self.expert_model_parallel_size}: must be 1, for expert parallelism "
-                "comes with MoE and is not available yet"
+                f"--expert-tensor-parallel-size {each}: must be 1 or --tensor-model-parallel-size {tensor}"
+            )
+        if each == 1 < tensor and self.enable_expert_tensor_parallelism:
+            raise ValueError(
+                "--enable-expert-tensor-parallelism and --expert-tensor-parallel-size 1 contradict each other"
             )
         at_most_one(
             {

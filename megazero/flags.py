@@ -26,6 +26,8 @@ RENAMED = {
     "layernorm-epsilon": "norm_epsilon",
     "rotary-position-embeddings-theta": "rotary_base",
     "moe-expert-parallel-size": "expert_model_parallel_size",
+    "topk": "moe_router_topk",
+    "moe-loss-coeff": "moe_aux_loss_coeff",
     "checkpoint-num-layers": "recompute_num_layers",
     "activations-checkpoint-num-layers": "recompute_num_layers",
     "activations-checkpoint-method": "recompute_method",
@@ -47,6 +49,9 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "activations-checkpoint-method": ({}, {"recompute_granularity": "full", "recompute_num_layers": 1}),
     "enable-zbh1-pipeline": ({"pipeline_schedule": "zb-h1"}, {}),
     "recompute-activations": ({"recompute_granularity": "selective"}, {}),
+    **dict.fromkeys(
+        ("topk", "moe-loss-coeff", "moe-expert-parallel-size"), ({}, {"moe_family": "megatron-deepspeed"})
+    ),
 }
 
 # Fields whose flag may come several times, each time adding its words.
@@ -85,6 +90,10 @@ ACCEPTED = {
     "the launcher's environment says it": "local-rank=",
     "there is one engine for any pipeline size": "no-pipeline-parallel",
     "every schedule computes exactly the same": "enable-zbh1-exact-semantics",
+    "experts are always multiplied as a group, and their rows moved by an uneven all-to-all": """moe-grouped-gemm
+        moe-token-dispatcher-type= moe-flex-dispatcher-backend= moe-permute-fusion use-tutel""",
+    "experts always have optimizer states of their own": "create-moe-param-group",
+    "every layer's balance is always reported": "moe-per-layer-logging",
 }
 
 # Missing capability -> flags that ask for it.
@@ -102,14 +111,9 @@ REFUSED = {
         data-parallel-sharding-strategy init-model-with-meta-device use-nccl-ub fsdp-manual-registration
         megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype remote-device""",
     "another order of ranks": "use-tp-pp-dp-mapping num-distributed-optimizer-instances",
-    "mixture of experts": """num-experts moe-layer-freq expert-interval topk mlp-type expert-tensor-parallel-size
-        enable-expert-tensor-parallelism create-moe-param-group use-tutel moe-loss-coeff moe-train-capacity-factor
-        moe-eval-capacity-factor moe-min-capacity moe-router-topk moe-aux-loss-coeff moe-router-load-balancing-type
-        moe-grouped-gemm moe-token-dispatcher-type moe-ffn-hidden-size moe-permute-fusion moe-router-dtype
-        moe-z-loss-coeff moe-router-pre-softmax moe-expert-capacity-factor moe-shared-expert-intermediate-size
-        disable-moe-token-dropping disable-moe-top2-2nd-expert-sampling moe-router-score-function
-        moe-router-enable-expert-bias moe-router-bias-update-rate moe-num-experts moe-top-k moe-capacity-factor
+    "MegaBlocks' own spellings (see --num-experts, --moe-router-topk)": """moe-num-experts moe-top-k moe-capacity-factor
         moe-loss-weight moe-expert-model-parallelism""",
+    "random routing for benchmarks": "moe-router-force-load-balancing",
     "distillation": """mos kd load-teacher num-layers-teacher hidden-size-teacher num-attention-heads-teacher
         num-experts-teacher kd-alpha-ce kd-beta-ce kd-temp""",
     "other attention": """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
@@ -140,9 +144,6 @@ HARMLESS = {
     "context-parallel-size": ("1",),
     "ds-sequence-parallel-size": ("1",),
     "num-distributed-optimizer-instances": ("1",),
-    "expert-tensor-parallel-size": ("1",),
-    "num-experts": ("0", "1"),
-    "mlp-type": ("standard",),
     "rope-type": ("rope",),
     "softmax-type": ("vanilla",),
     "recompute-modules": ("core_attn",),

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .config import Config, ModelConfig
+from .config_moe import MoEConfig
 from .settings import flag_name
 
 # Fields that change which weights a model has, or what the same weights compute.
@@ -39,6 +40,19 @@ MODEL_FIELDS = frozenset(
         "add_qkv_bias",
         "qk_layernorm",
         "untie_embeddings_and_output_weights",
+        "num_experts",
+        "mlp_type",
+        "moe_ffn_hidden_size",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "moe_family",
+        "moe_router_topk",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor",
+        "moe_router_num_groups",
+        "moe_router_group_topk",
+        "moe_router_enable_expert_bias",
     }
 )
 
@@ -74,14 +88,31 @@ def effective_model(model: ModelConfig) -> dict[str, Any]:
     return asdict(model) | filled
 
 
+def effective_moe(config: Config) -> dict[str, Any]:
+    """The fields about experts as they act: `num_experts` says of every layer how many it has. Of a dense model no
+    rule of a router makes another model, so it has the defaults."""
+    moe = config.moe if config.moe.any else MoEConfig()
+    filled = {
+        "num_experts": config.experts,
+        "moe_layer_freq": None,
+        "expert_interval": None,
+        "moe_family": moe.family,
+        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size or config.model.ffn,
+        "moe_router_topk": moe.topk,
+        "moe_router_load_balancing_type": tuple(moe.balancing),
+        "moe_aux_loss_coeff": tuple(moe.balancing.values()),
+    }
+    return asdict(moe) | filled
+
+
 def differences(old: Config, new: Config) -> list[Difference]:
     """Fields in which two configurations differ in effect, in the order of the sections.
 
     A vocabulary size that one side leaves to its tokenizer is no difference, and the number of positions makes
     another model only where they are a learned table.
     """
-    before = asdict(old) | {"model": effective_model(old.model)}
-    after = asdict(new) | {"model": effective_model(new.model)}
+    before = asdict(old) | {"model": effective_model(old.model), "moe": effective_moe(old)}
+    after = asdict(new) | {"model": effective_model(new.model), "moe": effective_moe(new)}
     learned = "learned_absolute" in (old.model.position_embedding_type, new.model.position_embedding_type)
     found = []
     for section, values in after.items():

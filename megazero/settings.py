@@ -74,8 +74,9 @@ def section_settings(section: str, kind: type) -> list[Setting]:
         if optional:
             (hint,) = [part for part in get_args(hint) if part is not type(None)]
         many = get_origin(hint) is tuple
-        choices = get_args(hint) if get_origin(hint) is Literal else ()
-        value_kind = get_args(hint)[0] if many else str if choices else hint
+        item = get_args(hint)[0] if many else hint
+        choices = get_args(item) if get_origin(item) is Literal else ()
+        value_kind = str if choices else item
         bounds = {key: f.metadata[key] for key in BOUNDS if key in f.metadata}
         found.append(
             Setting(section, f.name, value_kind, choices, optional, many, f.default, f.metadata["help"], bounds)

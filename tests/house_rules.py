@@ -19,8 +19,8 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 FLOORS = (
     ("megazero/settings.py", "megazero/checksum.py", "megazero/tensor_file.py", "megazero/batch_sizes.py",
      "megazero/layout_string.py"),
-    ("megazero/config.py", "megazero/config_data.py", "megazero/config_parallel.py", "megazero/config_precision.py",
-     "megazero/config_checkpoint.py", "megazero/config_schedule.py", "megazero/lr_curves.py",
+    ("megazero/config.py", "megazero/config_data.py", "megazero/config_moe.py", "megazero/config_parallel.py",
+     "megazero/config_precision.py", "megazero/config_checkpoint.py", "megazero/config_schedule.py", "megazero/lr_curves.py",
      "megazero/tensor_stream.py"),
     ("megazero/flags.py", "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py",
      "megazero/loss_scale.py", "megazero/hf_config.py"),
@@ -71,6 +71,7 @@ PURE = (
     "megazero/config.py",
     "megazero/config_checkpoint.py",
     "megazero/config_data.py",
+    "megazero/config_moe.py",
     "megazero/flags.py",
     "megazero/resume.py",
     "megazero/lr_schedule.py",

@@ -117,8 +117,11 @@ def test_a_model_that_cannot_be_is_refused(changes, message):
 
 SECTION_FAULTS = [
     (ParallelConfig, {"tensor_model_parallel_size": 0}, "--tensor-model-parallel-size 0: must be at least 1"),
-    (ParallelConfig, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: must be 1"),
-    (ParallelConfig, {"expert_model_parallel_size": 2}, "comes with MoE"),
+    (
+        ParallelConfig,
+        {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": 2},
+        "--expert-tensor-parallel-size 2: must be 1 or --tensor-model-parallel-size 4",
+    ),
     (ParallelConfig, {"pipeline_schedule": "x"}, "must be one of gpipe, 1f1b, interleaved, zb-h1, zb-v"),
     (BatchConfig, {"micro_batch_size": 0}, "--micro-batch-size 0: must be at least 1"),
     (

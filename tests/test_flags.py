@@ -81,11 +81,12 @@ def test_a_plain_command_line_is_the_defaults():
 VALUES = {
     "pipeline_model_parallel_layout": "Et|tL",
     "hidden_size": "64", "num_attention_heads": "8", "seq_length": "8", "lr": "0.25", "min_lr": "1e-4",
-    "lr_warmup_init": "1e-4", "expert_model_parallel_size": "1", "zero_stage": "0", "kernel": "adam=torch",
+    "lr_warmup_init": "1e-4", "zero_stage": "0", "kernel": "adam=torch",
     "split": "8,1,1", "rampup_batch_size": "2 2 9", "step_batch_size_schedule": "0:2", "valid_set": "web=corpus",
     "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
     "train_tokens": "4096", "decoupled_min_lr": "0.25", "min_loss_scale": "0.25", "cycle_min_lr": "0.25",
     "cycle_max_mom": "0.875", "warmup_max_lr": "0.25", "warmup_min_lr": "0.25",
+    "moe_layer_freq": "[0,1,1,0]", "moe_router_load_balancing_type": "seq_aux_loss aux_loss",
 }  # fmt: skip
 ALONG = {
     "max_position_embeddings": "--seq-length 2",
@@ -111,6 +112,12 @@ ALONG = {
     "valid_data_path": "--train-data-path x",
     "test_data_path": "--train-data-path x",
     "sample_order": "--data-path x",
+    "expert_model_parallel_size": "--num-experts 4",
+    "expert_tensor_parallel_size": "--tensor-model-parallel-size 2",
+    "moe_shared_expert_gate": "--moe-shared-expert-intermediate-size 8",
+    "moe_router_enable_expert_bias": "--moe-router-score-function sigmoid",
+    "moe_router_num_groups": "--moe-router-group-topk 2 --num-experts 4",
+    "moe_router_group_topk": "--moe-router-num-groups 2 --num-experts 4",
 }
 PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sample_order")
 CYCLE = {"cycle_min_lr": "--cycle-min-lr 0.125", "cycle_max_lr": "--cycle-max-lr 0.75"}
@@ -150,6 +157,9 @@ def test_every_field_is_honoured(setting):
         ("--no-bias-gelu-fusion", "model", {"activation": "gelu"}),
         ("--enable-zbh1-pipeline", "parallel", {"pipeline_schedule": "zb-h1"}),
         ("--moe-expert-parallel-size 1", "parallel", {"expert_model_parallel_size": 1}),
+        ("--topk 1", "moe", {"moe_router_topk": 1, "moe_family": "megatron-deepspeed"}),
+        ("--topk 2 --moe-family megatron-lm", "moe", {"moe_router_topk": 2, "moe_family": "megatron-lm"}),
+        ("--moe-loss-coeff 0.5", "moe", {"moe_aux_loss_coeff": (0.5,), "moe_family": "megatron-deepspeed"}),
         ("--lr_schedule LRRangeTest", "deepspeed_schedule", {"lr_scheduler": "LRRangeTest"}),
         ("--override-opt_param-scheduler", "schedule", {"override_opt_param_scheduler": True}),
         ("--use-checkpoint-opt_param-scheduler", "schedule", {"use_checkpoint_opt_param_scheduler": True}),
@@ -236,7 +246,7 @@ def test_accepted_flags_are_told_once_with_their_reasons():
     assert len(notices) == 1
     assert "--use-mcore-models, --DDP-impl, --data-impl (there is one implementation of each part)" in notices[0]
     assert "--sequence-parallel (the sequence is always cut over the tensor ranks between layers)" in notices[0]
-    assert "--context-parallel-size, --num-experts (this value asks for nothing)" in notices[0]
+    assert "--context-parallel-size (this value asks for nothing)" in notices[0]
     assert notices[0].count("--sequence-parallel") == 1
 
 
@@ -325,7 +335,7 @@ def test_a_run_may_be_counted_in_tokens_alone():
         ("--world-size 8", "--world-size goes with --print-layout"),
         (
             "--moe-expert-parallel-size 2",
-            "--moe-expert-parallel-size 2: must be 1, for expert parallelism comes with MoE",
+            "--moe-expert-parallel-size 2 needs --num-experts above 1",
         ),
         ("--fp16 --bf16", "--fp16 and --bf16: give one of them, not both"),
         ("--lr-schedule cosine", "--lr-schedule cosine: must be one of LRRangeTest, OneCycle, WarmupLR"),

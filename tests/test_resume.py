@@ -15,6 +15,7 @@ from megazero.config import (
     ParallelConfig,
     ScheduleConfig,
 )
+from megazero.config_moe import MoEConfig
 from megazero.lr_curves import Done
 from megazero.lr_schedule import make_schedule
 from megazero.resume import MODEL_FIELDS, check_same_model, differences, with_agreed_schedule
@@ -32,7 +33,8 @@ def config(schedule: ScheduleConfig | None = None, **model) -> Config:
 
 
 def test_every_field_of_the_table_exists():
-    assert {setting.name for setting in section_settings("model", ModelConfig)} >= MODEL_FIELDS
+    sections = {"model": ModelConfig, "moe": MoEConfig}
+    assert {setting.name for name, kind in sections.items() for setting in section_settings(name, kind)} >= MODEL_FIELDS
 
 
 def test_c053_another_model_is_refused_with_both_values():
@@ -51,6 +53,26 @@ def test_c053_anything_else_is_listed_and_honoured():
     found = [(d.section, d.name, d.old, d.new) for d in differences(old, new)]
     assert found == [("parallel", "tensor_model_parallel_size", 1, 2), ("logging", "log_interval", 100, 1)]
     assert differences(old, old) == []
+
+
+def experts(**moe) -> Config:
+    return replace(config(), moe=MoEConfig(**moe))
+
+
+def test_c053_other_experts_are_another_model_and_another_spelling_is_not():
+    old = experts(num_experts=(4,), expert_interval=2)
+    for same in ({"moe_layer_freq": "[0,1,0,1]", "moe_family": "megatron-deepspeed"}, {"num_experts": (4, 4)}):
+        check_same_model(old, experts(**({"num_experts": (4,)} | same)))
+    for other in (
+        {"num_experts": (2, 4)}, {"num_experts": (1,)}, {"expert_interval": 1}, {"mlp_type": "residual"},
+        {"moe_family": "megatron-lm"}, {"moe_router_topk": 2}, {"moe_ffn_hidden_size": 8},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="the checkpoint holds another model"):
+            check_same_model(old, experts(**({"num_experts": (4,), "expert_interval": 2} | other)))
+    check_same_model(experts(), experts(moe_router_topk=3, mlp_type="residual"))  # both dense
+    assert [d.name for d in differences(old, replace(old, moe=replace(old.moe, moe_aux_loss_coeff=(0.5,))))] == [
+        "moe_aux_loss_coeff"
+    ]
 
 
 @pytest.mark.parametrize(
