@@ -66,7 +66,8 @@ def within_groups(values: Tensor, groups: int, seen: int, topk: int) -> Tensor:
 def gumbel(like: Tensor, seed: int) -> Tensor:
     """Standard Gumbel draws of the shape and dtype of `like`: the argmax of logits plus these samples the softmax."""
     seed_generator(like.device, seed)
-    return -torch.empty_like(like).exponential_().clamp_min(torch.finfo(like.dtype).tiny).log()
+    uniform = torch.empty_like(like).uniform_().clamp_min(torch.finfo(like.dtype).tiny)
+    return -(-uniform.log()).log()
 
 
 def sinkhorn(logits: Tensor) -> Tensor:
