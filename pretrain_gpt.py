@@ -24,13 +24,14 @@ from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import parse
+from megazero.flops import model_flops
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import Kernels, use_triton
 from megazero.loss_scale import make_loss_scaler
 from megazero.lr_curves import Done
 from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
 from megazero.machine import Machine, Pipelining, Setup, assemble
-from megazero.metrics import Metrics, check_folder, check_places, model_flops
+from megazero.metrics import Metrics, check_folder, check_places
 from megazero.parallel.collectives import AgreedError, gather_objects
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.topology import Topology
@@ -176,7 +177,7 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
-        flops=model_flops(config.model, vocab=plan.vocab, batch=1) / config.model.seq_length,
+        flops=model_flops(config.model, vocab=plan.vocab, batch=1, moe=config.moe) / config.model.seq_length,
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
     for line in (*notices, describe(plan), *silent):

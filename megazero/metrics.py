@@ -1,7 +1,6 @@
 """What a run tells of itself, from rank 0: a line per log interval, TensorBoard events, one JSON object per iteration.
 
-Also the arithmetic of floating-point operations. Every figure is defined without reference to the layout, but for
-TFLOP/s, which is per rank.
+Every figure is defined without reference to the layout, but for TFLOP/s, which is per rank.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from .config import LoggingConfig, ModelConfig
+from .config import LoggingConfig
 
 Record = Mapping[str, float]
 
@@ -259,35 +258,3 @@ def check_folder(flag: str, folder: Path) -> None:
     found = next(part for part in (folder, *folder.resolve().parents) if part.exists())
     if not found.is_dir() or not os.access(found, os.W_OK):
         raise ValueError(f"{flag} {folder}: cannot be written: {found} is not a folder that this user may write to")
-
-
-def layer_flops(model: ModelConfig) -> float:
-    """Operations of one transformer layer for one token, forward, of matrix products under the causal mask.
-
-    A multiply and an add are two. Attention needs on average half of the sequence.
-    """
-    h, d, ffn = model.hidden_size, model.head_dim, model.ffn
-    queries, groups = model.num_attention_heads, model.query_groups
-    projections = 2 * h * d * (queries + 2 * groups) + 2 * queries * d * h
-    core = 2 * 2 * model.seq_length * queries * d / 2
-    return projections + core + 2 * h * ffn * (3 if model.gated else 2)
-
-
-def model_flops(model: ModelConfig, *, vocab: int, batch: int) -> float:
-    """Operations that training needs for a global batch of `batch` samples: forward, and twice that for backward.
-
-    Recomputation is not counted, so this gives MFU. For a GPT it is 72 B s l h^2 (1 + s/(12 h) + V/(12 l h)).
-    """
-    per_token = model.num_layers * layer_flops(model) + 2 * model.hidden_size * vocab
-    return 3.0 * batch * model.seq_length * per_token
-
-
-def sc21_flops(model: ModelConfig, *, vocab: int, batch: int, recompute: bool) -> float:
-    """Operations of a global batch as Narayanan et al. (SC'21, arXiv 2104.04473, equation 3) count them.
-
-    For a GPT with a feed-forward of 4 h; attention without regard to the causal mask; `recompute` adds a forward
-    of the layers, as full recomputation does.
-    """
-    h, s, layers = model.hidden_size, model.seq_length, model.num_layers
-    passes = 4 if recompute else 3
-    return 24.0 * passes * batch * s * layers * h**2 * (1 + s / (6 * h)) + 6.0 * batch * s * h * vocab

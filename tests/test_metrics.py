@@ -14,15 +14,13 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazero.config import LoggingConfig, ModelConfig
+from megazero.flops import layer_flops, model_flops, sc21_flops
 from megazero.metrics import (
     TAGS,
     TRAIN_KEYS,
     Metrics,
     check_places,
-    layer_flops,
-    model_flops,
     perplexity,
-    sc21_flops,
 )
 
 

@@ -1,0 +1,59 @@
+"""Floating-point operations of training, by arithmetic: what a model needs, whatever a machine spends on it.
+
+A multiply and an add are two operations, and only matrix products count.
+"""
+
+from __future__ import annotations
+
+from .config import ModelConfig
+from .config_moe import MoEConfig
+
+
+def attention_flops(model: ModelConfig) -> float:
+    """Of the attention of one layer for one token, forward, under the causal mask: on average half of the sequence."""
+    h, d = model.hidden_size, model.head_dim
+    queries, groups = model.num_attention_heads, model.query_groups
+    projections = 2 * h * d * (queries + 2 * groups) + 2 * queries * d * h
+    return projections + 2 * 2 * model.seq_length * queries * d / 2
+
+
+def mlp_flops(model: ModelConfig, ffn: int) -> float:
+    """Of a feed-forward of inner width `ffn` for one token, forward."""
+    return 2.0 * model.hidden_size * ffn * (3 if model.gated else 2)
+
+
+def moe_flops(model: ModelConfig, moe: MoEConfig, experts: int) -> float:
+    """Of what stands in the place of the feed-forward where a layer has `experts`, for one token, forward."""
+    h = model.hidden_size
+    beside = 0.0
+    if moe.mlp_type == "residual":
+        beside += mlp_flops(model, model.ffn) + 2 * 2 * h
+    if moe.moe_shared_expert_intermediate_size is not None:
+        beside += mlp_flops(model, moe.moe_shared_expert_intermediate_size) + 2 * h * moe.moe_shared_expert_gate
+    return moe.topk * mlp_flops(model, moe.moe_ffn_hidden_size or model.ffn) + 2 * h * experts + beside
+
+
+def layer_flops(model: ModelConfig, experts: int = 1, moe: MoEConfig = MoEConfig()) -> float:
+    """Of one transformer layer for one token, forward."""
+    return attention_flops(model) + (mlp_flops(model, model.ffn) if experts == 1 else moe_flops(model, moe, experts))
+
+
+def model_flops(model: ModelConfig, *, vocab: int, batch: int, moe: MoEConfig = MoEConfig()) -> float:
+    """That training needs for a global batch of `batch` samples: forward, and twice that for backward.
+
+    Recomputation is not counted, so this gives MFU. For a GPT it is 72 B s l h^2 (1 + s/(12 h) + V/(12 l h)). An MoE
+    layer counts its topk experts, its router, and what stands beside them; tokens that are dropped count as if not.
+    """
+    layers = sum(layer_flops(model, experts, moe) for experts in moe.experts_of_layers(model.num_layers))
+    return 3.0 * batch * model.seq_length * (layers + 2 * model.hidden_size * vocab)
+
+
+def sc21_flops(model: ModelConfig, *, vocab: int, batch: int, recompute: bool) -> float:
+    """Operations of a global batch as Narayanan et al. (SC'21, arXiv 2104.04473, equation 3) count them.
+
+    For a GPT with a feed-forward of 4 h; attention without regard to the causal mask; `recompute` adds a forward
+    of the layers, as full recomputation does.
+    """
+    h, s, layers = model.hidden_size, model.seq_length, model.num_layers
+    passes = 4 if recompute else 3
+    return 24.0 * passes * batch * s * layers * h**2 * (1 + s / (6 * h)) + 6.0 * batch * s * h * vocab
