@@ -114,6 +114,7 @@ REFUSED = {
     "MegaBlocks' own spellings (see --num-experts, --moe-router-topk)": """moe-num-experts moe-top-k moe-capacity-factor
         moe-loss-weight moe-expert-model-parallelism""",
     "random routing for benchmarks": "moe-router-force-load-balancing",
+    "Megatron's old Switch layers": "num-experts-switch",
     "distillation": """mos kd load-teacher num-layers-teacher hidden-size-teacher num-attention-heads-teacher
         num-experts-teacher kd-alpha-ce kd-beta-ce kd-temp""",
     "other attention": """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
