@@ -28,7 +28,7 @@ pretrain() {
     )
     if [ "${TINY:-0}" = 1 ]; then
         tiny_model
-        data=(--mock-data --vocab-size 97)
+        data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 97)
         precision=()
         steps=(--train-iters 4 --lr-decay-style cosine --lr-decay-iters 4 --save-interval 4 --log-interval 1)
         export OMP_NUM_THREADS=1

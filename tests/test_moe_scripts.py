@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megazero.config import check_world
+from megazero.data.tokenizer import build_tokenizer
 from megazero.flags import parse
 from megazero.moe.pyramid import count_parameters, moe_plans
 
@@ -91,6 +92,7 @@ def test_experts_are_cut_over_the_ranks_there_are(name):
 def test_the_tiny_model_is_of_the_same_kind(name):
     c = config(name, "--seed", "7", TINY="1")
     assert c.run.seed == 7 and c.data.mock_data and not c.precision.fp16
+    assert build_tokenizer(c.data, c.model.vocab_size).vocab_size == 97
     assert count_parameters(c.model, c.moe, vocab=97).total < 300_000
     experts = [plan.experts for plan in moe_plans(c)]
     assert experts == ([4, 4, 4] if "pr" not in name else [2, 4] if "mos" in name else [2, 2, 4])
