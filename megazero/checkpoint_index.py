@@ -161,7 +161,8 @@ def read_index(folder: Path) -> tuple[Index, dict[int, list[FilePart]]]:
             raise ValueError("wrong checksum")
         tensors = {name: _tensor_from_json(fields) for name, fields in body["tensors"].items()}
         stages = tuple(_stage_from_json(buckets, tensors) for buckets in body["buckets"])
-        index = Index(Topology(**body["topology"]), stages, body["config"], body["progress"])
+        sizes = {**body["topology"], "degrees": tuple(body["topology"].get("degrees", ()))}
+        index = Index(Topology(**sizes), stages, body["config"], body["progress"])
         files = files_of_ranks([_file_from_json(fields) for fields in body["files"]], index.topology.world)
         check_cover(index)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -3,7 +3,8 @@
 import json
 import pickle
 import random
-from math import prod
+from dataclasses import replace
+from math import gcd, prod
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from megazero.parallel.topology import Topology
 from megazero.tensor_file import DTYPE_NAMES, TensorFile, write_file
 
 VOCAB = 97
+FEW = "the expert axis of a layer with two experts"
 # One pipeline's worth of layers; each name is followed by the layer that decides its stage (None: tied, both ends).
 MODEL = {
     "embedding.weight": ("tied", lambda tensor: ShardSpec(
@@ -31,6 +33,7 @@ MODEL = {
     "layers.1.gate_up": (1, lambda tensor: ShardSpec((2, 12, 5), (None, "tensor", None))),
     "layers.1.scale": (1, lambda tensor: ShardSpec((), ())),
     "layers.1.experts": (1, lambda tensor: ShardSpec((4, 2, 8, 3), ("expert", None, "expert_tensor", None))),
+    "layers.2.experts": (2, lambda tensor: ShardSpec((2, 8, 3), (FEW, "expert_tensor", None))),
     "layers.1.router": (1, lambda tensor: ShardSpec((4, 6), (None, None), grad_sum=("tensor",))),
     "layers.2.row": (2, lambda tensor: ShardSpec((7, 4), (None, "tensor"))),
     "head.weight": (2, lambda tensor: ShardSpec((VOCAB, 6), ("tensor", None), padded=-(-VOCAB // tensor) * tensor)),
@@ -46,12 +49,19 @@ def stage_of(layer, topology):
     return (0, topology.pipeline - 1) if layer == "tied" else (layer * topology.pipeline // 3,)
 
 
+def on_axes(spec, topology):
+    """Two experts are cut over the greatest common divisor of 2 and the expert size."""
+    few = topology.expert_axis(gcd(2, topology.expert))
+    return replace(spec, cut=tuple(few if axis == FEW else axis for axis in spec.cut))
+
+
 def make_index(topology, dtype=torch.float32, align=1, progress=PROGRESS):
     """Buckets as an optimizer would make them: by data axis, cut and not cut; slices cut parameters anywhere."""
     stages = []
     for stage in range(topology.pipeline):
         specs = {
-            name: spec(topology.tensor) for name, (layer, spec) in MODEL.items() if stage in stage_of(layer, topology)
+            name: on_axes(spec(topology.tensor), topology)
+            for name, (layer, spec) in MODEL.items() if stage in stage_of(layer, topology)
         }
         buckets = []
         for axis, cut in sorted({(s.data_axis, is_cut_by_tensor(s, topology)) for s in specs.values()}):
@@ -147,7 +157,7 @@ def buckets_of(topology, rank, whole):
     stage = topology.coord(rank).pipeline
     infos = []
     for name, (layer, make_spec) in MODEL.items():
-        spec = make_spec(topology.tensor)
+        spec = on_axes(make_spec(topology.tensor), topology)
         if stage in stage_of(layer, topology) and not spec.is_expert:
             local = shard(spec, topology, rank, whole[name]).view(spec.local_shape(topology))
             infos.append(ParamInfo(name, torch.nn.Parameter(local), spec, Initial(std=0.02), decay=len(spec.shape) > 1))

@@ -7,6 +7,7 @@ are disjoint, so nobody waits for a rank that is busy elsewhere. A group of one 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -17,8 +18,8 @@ import torch.distributed as dist
 from .topology import Topology
 from .weights import WeightQueue
 
-# Axes that live in a run's process groups; the others exist for arithmetic only.
-LIVE_AXES = ("tensor", "pipeline", "data", "tied_data", "world")
+# Axes that live in a run's process groups, beside those of layers with few experts; the others exist for arithmetic.
+LIVE_AXES = ("tensor", "pipeline", "data", "tied_data", "world", "expert", "expert_data", "expert_tensor")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's groups, one attribute per axis. Built once and handed down; a layer gets the one group it uses."""
+    """One rank's groups, one attribute per axis. Built once and handed down; a layer gets the one group it uses.
+
+    few   the groups along "expert.n" and "expert_data.n" of layers that cut their experts n ways only
+    """
 
     topology: Topology
     rank: int
@@ -62,11 +66,18 @@ class Mesh:
     data: Group
     tied_data: Group
     world: Group
+    expert: Group
+    expert_data: Group
+    expert_tensor: Group
+    few: tuple[Group, ...] = field(compare=False)
     weights: WeightQueue = field(compare=False)         # of the stage that is being built
 
     def along(self, axis: str) -> Group:
         """The group of an axis that is known by name, as a ShardSpec knows it."""
-        groups = (self.tensor, self.pipeline, self.data, self.tied_data, self.world)
+        groups = (
+            self.tensor, self.pipeline, self.data, self.tied_data, self.world, self.expert, self.expert_data,
+            self.expert_tensor, *self.few,
+        )
         return next(g for g in groups if g.axis == axis)
 
     @property
@@ -112,12 +123,24 @@ def open_mesh(topology: Topology, device: torch.device = torch.device("cpu")) ->
     rank = dist.get_rank()
     if dist.get_world_size() != topology.world:
         raise ValueError(f"{topology} needs {topology.world} ranks, {dist.get_world_size()} were started")
+    return _mesh(topology, rank, device, new_group)
+
+
+def _mesh(topology: Topology, rank: int, device: torch.device, make: Callable[[tuple[int, ...]], Any]) -> Mesh:
+    """The mesh whose handles `make` makes, axis by axis in one order; an axis of experts that has the ranks of a dense
+    one shares its handle."""
+    twins = {"expert_tensor": "tensor", "expert_data": "data"}
+    few = [f"{axis}.{degree}" for degree in topology.degrees for axis in ("expert", "expert_data")]
     groups = {}
-    for axis in LIVE_AXES:
+    for axis in (*LIVE_AXES, *few):
         ranks = topology.ranks_along(axis, rank)
-        handle = new_group(ranks) if topology.size(axis) > 1 else None
+        if axis in twins and groups[twins[axis]].ranks == ranks:
+            handle = groups[twins[axis]].handle
+        else:
+            handle = make(ranks) if topology.size(axis) > 1 else None
         groups[axis] = Group(axis, ranks, ranks.index(rank), handle)
-    return Mesh(topology, rank, device, **groups, weights=WeightQueue())
+    named = {axis: groups[axis] for axis in LIVE_AXES}
+    return Mesh(topology, rank, device, **named, few=tuple(groups[axis] for axis in few), weights=WeightQueue())
 
 
 def new_group(ranks: tuple[int, ...]) -> Any:
@@ -133,6 +156,4 @@ def mesh_on_paper(topology: Topology, rank: int, device: torch.device = torch.de
     """The mesh as `rank` would see it, without a process group: for planning, printing, and a world of one."""
     if not 0 <= rank < topology.world:
         raise ValueError(f"rank {rank} is not one of the {topology.world} ranks of {topology}")
-    along = {axis: topology.ranks_along(axis, rank) for axis in LIVE_AXES}
-    groups = {a: Group(a, ranks, ranks.index(rank)) for a, ranks in along.items()}
-    return Mesh(topology, rank, device, **groups, weights=WeightQueue())
+    return _mesh(topology, rank, device, lambda ranks: None)

@@ -68,7 +68,8 @@ class Muon:
     def _make_orthogonal_(self, bucket: Bucket, flat: Tensor, load: dict[tuple[int, int], float]) -> None:
         """This rank's slice [share] of a bucket of matrices -> the same of the matrices made orthogonal and scaled."""
         numbers, owners = range(len(bucket.infos)), bucket.owners
-        tensor = bucket.cut[0] if bucket.cut else Group("tensor")
+        expert_axis = bucket.infos[0].spec.expert_axis          # whole matrices lie along it
+        tensor = next((group for group in bucket.cut if group.axis != expert_axis), Group("tensor"))
         homes = _share_out(bucket.infos, owners.size, tensor.size, load)
         spans = [[len(bucket.span(number, owner)) for number in numbers] for owner in range(owners.size)]
         over_owners = _Exchange(owners, [owner for owner, _ in homes], spans, flat)
@@ -80,7 +81,7 @@ class Muon:
         for at, whole in wholes.items():
             info = bucket.infos[here[at]]
             parts = whole.view(tensor.size, *info.tensor.shape)
-            dim = next((d for d, axis in enumerate(info.spec.cut) if axis is not None), 0)
+            dim = next((d for d, axis in enumerate(info.spec.cut) if axis not in (None, expert_axis)), 0)
             done = self._orthogonal(info.spec, torch.cat(list(parts), dim))
             wholes[at] = torch.stack(done.chunk(tensor.size, dim)).flatten()
         shards = dict(zip(here, over_tensor.hand_out(wholes), strict=True))
@@ -116,7 +117,7 @@ def matrix_dims(spec: ShardSpec) -> tuple[list[int], list[int]]:
     of the values, and one of each of the q queries that share them.
     """
     outputs = range(len(spec.shape) - 1)
-    rows = [d for d in outputs if d == len(outputs) - 1 or spec.cut[d] not in (None, "expert")]
+    rows = [d for d in outputs if d == len(outputs) - 1 or spec.cut[d] not in (None, spec.expert_axis)]
     return [d for d in outputs if d not in rows], rows
 
 

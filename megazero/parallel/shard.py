@@ -72,13 +72,20 @@ class ShardSpec:
         return prod(self.shape)
 
     @property
+    def expert_axis(self) -> str | None:
+        """The axis over which its experts are dealt out, such as "expert" or "expert.2"; None: it has none."""
+        return next((axis for axis in self.cut if axis is not None and axis.partition(".")[0] == "expert"), None)
+
+    @property
     def is_expert(self) -> bool:
-        return "expert" in self.cut
+        return self.expert_axis is not None
 
     @property
     def data_axis(self) -> str:
         """The axis over which copies of this parameter sum their gradients, and over which ZeRO cuts it."""
-        return "expert_data" if self.is_expert else "tied_data" if self.tied else "data"
+        if self.expert_axis is not None:
+            return self.expert_axis.replace("expert", "expert_data")
+        return "tied_data" if self.tied else "data"
 
     def _sizes(self) -> tuple[int, ...]:
         return self.shape if self.padded is None else (self.padded, *self.shape[1:])

@@ -3,6 +3,8 @@
 Two views of the same ranks. Dense: (pipeline, data, tensor), tensor fastest, so that the ranks of one
 tensor group are neighbours on a node. Expert: (pipeline, expert_data, expert, expert_tensor), where
 expert_tensor is the tensor size (experts live inside the data axis) or 1 (experts are cut over data x tensor).
+A layer with few experts may cut them `n` ways only, a divisor of the expert size: along the axis "expert.n", whose
+replicas lie along "expert_data.n".
 """
 
 from __future__ import annotations
@@ -34,13 +36,17 @@ class _Factor(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Sizes of the axes. `expert` must divide `data` (times `tensor`, where `expert_tensor` is 1)."""
+    """Sizes of the axes. `expert` must divide `data` (times `tensor`, where `expert_tensor` is 1).
+
+    degrees   in how many parts layers cut their experts that have fewer than `expert` parts: divisors of it
+    """
 
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
     expert: int = 1
     expert_tensor: int | None = None      # None: as large as tensor
+    degrees: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor, "expert": self.expert}
@@ -51,6 +57,9 @@ class Topology:
             raise ValueError(f"expert_tensor ({self.expert_tensor}) must be 1 or the tensor size ({self.tensor})")
         if self._expert_ranks % self.expert:
             raise ValueError(f"expert ({self.expert}) must divide the {self._expert_ranks} ranks that share experts")
+        for degree in self.degrees:
+            if degree < 1 or self.expert % degree:
+                raise ValueError(f"a layer cannot cut its experts {degree} ways where expert is {self.expert}")
 
     @property
     def _expert_ranks(self) -> int:
@@ -61,8 +70,14 @@ class Topology:
     def world(self) -> int:
         return self.pipeline * self.data * self.tensor
 
+    def expert_axis(self, degree: int) -> str:
+        """The axis along which a layer cuts its experts `degree` ways."""
+        return "expert" if degree == self.expert else f"expert.{degree}"
+
     def _factors(self, axis: str) -> tuple[_Factor, ...]:
         """The digits that move along `axis`, slowest first."""
+        axis, _, of = axis.partition(".")
+        degree = int(of or self.expert)
         stage = self.data * self.tensor
         expert_tensor = self.expert_tensor or self.tensor
         tensor, data, pipeline = _Factor(1, self.tensor), _Factor(self.tensor, self.data), _Factor(stage, self.pipeline)
@@ -72,8 +87,8 @@ class Topology:
             "data": (data,),
             "pipeline": (pipeline,),
             "expert_tensor": (_Factor(1, expert_tensor),),
-            "expert": (_Factor(expert_tensor, self.expert),),
-            "expert_data": (_Factor(expert_tensor * self.expert, self._expert_ranks // self.expert),),
+            "expert": (_Factor(expert_tensor, degree),),
+            "expert_data": (_Factor(expert_tensor * degree, self._expert_ranks // degree),),
             "model": (pipeline, tensor),
             "stage": (data, tensor),
             "ends": (ends,),

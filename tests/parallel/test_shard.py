@@ -1,7 +1,7 @@
 """ShardSpec and boxes: each element of a parameter is owned exactly once in every layout, and any layout finds it."""
 
 import itertools
-from math import prod
+from math import gcd, prod
 
 import numpy as np
 import pytest
@@ -33,10 +33,12 @@ def spec_of(name, topology):
         "tied word": ShardSpec((97, 3), ("tensor", None), tied=True, padded=padded),
         "experts": ShardSpec((24, 2, 4, 3), ("expert", None, "expert_tensor", None)),
         "expert bias": ShardSpec((24, 3), ("expert", None)),
+        "few experts": ShardSpec((6, 4, 3), (topology.expert_axis(gcd(6, topology.expert)), "expert_tensor", None)),
     }[name]
 
 
-SPECS = ("qkv", "gate_up", "row", "norm", "position", "word", "much padding", "tied word", "experts", "expert bias")
+SPECS = ("qkv", "gate_up", "row", "norm", "position", "word", "much padding", "tied word", "experts", "expert bias",
+         "few experts")
 
 
 def holders(spec, topology):

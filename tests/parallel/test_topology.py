@@ -21,9 +21,15 @@ def topologies():
                         yield Topology(pipeline, data, tensor, expert, expert_tensor=1)
 
 
+def axes_of(topology):
+    """All axes, and those of layers that cut their experts in fewer parts."""
+    few = [n for n in range(1, topology.expert) if topology.expert % n == 0]
+    return (*AXES, *(f"{axis}.{n}" for n in few for axis in ("expert", "expert_data")))
+
+
 def test_every_axis_partitions_the_world():
     for topology in topologies():
-        for axis in AXES:
+        for axis in axes_of(topology):
             groups = topology.groups(axis)
             assert sorted(rank for group in groups for rank in group) == list(range(topology.world)), (topology, axis)
             alone = [group for group in groups if 0 < topology.coord(group[0]).pipeline < topology.pipeline - 1]
@@ -44,7 +50,7 @@ def test_rank_and_coord_are_inverse_and_tensor_ranks_are_neighbours():
 
 def test_index_is_the_place_in_the_group():
     for topology in topologies():
-        for axis in AXES:
+        for axis in axes_of(topology):
             for group in topology.groups(axis):
                 assert [topology.index(axis, rank) for rank in group] == list(range(len(group))), (topology, axis)
                 assert topology.ranks_along(axis, group[-1]) == group
@@ -72,6 +78,17 @@ def test_experts_are_cut_over_data_or_over_data_and_tensor():
     assert across.groups("expert") == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert across.groups("expert_data") == [(0, 4), (1, 5), (2, 6), (3, 7)]
     assert across.groups("expert_tensor") == [(rank,) for rank in range(8)]
+
+
+def test_a_layer_with_few_experts_has_an_axis_of_its_own_degree():
+    """Its experts lie side by side as those of any layer; the ranks that are left over hold replicas."""
+    topology = Topology(pipeline=1, data=4, tensor=2, expert=4, degrees=(2,))
+    assert [topology.expert_axis(n) for n in (4, 2)] == ["expert", "expert.2"]
+    assert topology.groups("expert.2") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert topology.groups("expert_data.2") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    across = Topology(data=2, tensor=4, expert=8, expert_tensor=1)
+    assert across.groups("expert.2") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert across.groups("expert_data.2") == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
 
 def test_tied_data_joins_the_first_and_the_last_stage():
@@ -108,6 +125,7 @@ def test_a_world_of_98304_ranks_is_plain_arithmetic():
         ({"data": 4, "expert": 3}, "expert .3. must divide the 4 ranks"),
         ({"data": 2, "tensor": 2, "expert": 4}, "expert .4. must divide the 2 ranks"),
         ({"data": 2, "tensor": 4, "expert": 2, "expert_tensor": 2}, "expert_tensor .2. must be 1 or the tensor size"),
+        ({"data": 4, "expert": 4, "degrees": (3,)}, "cannot cut its experts 3 ways where expert is 4"),
     ],
 )
 def test_bad_sizes_are_refused(sizes, message):
@@ -116,11 +134,11 @@ def test_bad_sizes_are_refused(sizes, message):
 
 
 def test_the_mesh_on_paper_is_the_topology_seen_by_one_rank():
-    topology = Topology(pipeline=3, data=2, tensor=2)
+    topology = Topology(pipeline=3, data=2, tensor=2, expert=2, degrees=(1,))
     for rank in range(topology.world):
         mesh = mesh_on_paper(topology, rank)
         assert mesh.stage == topology.coord(rank).pipeline
-        for axis in LIVE_AXES:
+        for axis in (*LIVE_AXES, "expert.1", "expert_data.1"):
             group = mesh.along(axis)
             assert (group.axis, group.ranks) == (axis, topology.ranks_along(axis, rank))
             assert group.ranks[group.index] == rank and group.size == len(group.ranks)
