@@ -44,16 +44,17 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 
 class Pending:
-    """A collective under way; `wait` returns its result. Holds the tensors that it reads until then."""
+    """A collective under way; `wait` returns its `result`, which before is only memory. Holds the tensors that it
+    reads until then."""
 
     def __init__(self, result: Tensor, work: Any = None, source: Tensor | None = None) -> None:
-        self._result, self._work, self._source = result, work, source
+        self.result, self._work, self._source = result, work, source
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
         self._work = self._source = None
-        return self._result
+        return self.result
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -89,11 +90,16 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Rows of `x` for each member in turn, `send` of them; the rows that each member has for this rank, `receive` of
     them, one after the other."""
+    return start_all_to_all(x, group, send, receive).wait()
+
+
+def start_all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Pending:
+    """`all_to_all` that runs on while the caller computes."""
     if group.size == 1:
-        return x
-    out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group.handle)
-    return out
+        return Pending(x)
+    x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+    work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle, async_op=True)
+    return Pending(out, work, x)
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
@@ -165,3 +171,113 @@ def gather_sequence(x: Tensor, group: Group) -> Tensor:
 def scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """Partial [seq, ...] on each rank -> the summed [seq / size, ...]. Backward gathers."""
     return x if group.size == 1 else _ScatterSequence.apply(x, group)
+
+
+class RowExchange:
+    """Rows on their way to the members of a group and, in the backward, their gradients on the way back.
+
+    `start` gives this rank's rows [sum of send, ...] away, `wait` returns those that came [sum of receive, ...]. What
+    the caller computes in between runs beside the exchange, and its backward beside that of the gradients.
+    """
+
+    def __init__(self, group: Group, send: Sequence[int], receive: Sequence[int]) -> None:
+        self.group, self.send, self.receive = group, send, receive
+        self.pending: Pending | None = None
+        self._sent: Tensor | None = None
+
+    def start(self, x: Tensor) -> RowExchange:
+        self._sent = x if self.group.size == 1 else _StartRows.apply(x, self)
+        return self
+
+    def wait(self) -> Tensor:
+        sent, self._sent = self._sent, None
+        return sent if self.group.size == 1 else _WaitForRows.apply(sent, self)
+
+
+class _StartRows(torch.autograd.Function):
+    """Backward waits for the gradients that _WaitForRows has sent for; what it is handed is only their place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.pending = start_all_to_all(x, exchange.group, exchange.send, exchange.receive)
+        return exchange.pending.result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        pending, ctx.exchange.pending = ctx.exchange.pending, None
+        return pending.wait(), None
+
+
+class _WaitForRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: RowExchange) -> Tensor:
+        ctx.exchange = exchange
+        pending, exchange.pending = exchange.pending, None
+        return pending.wait().view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        exchange = ctx.exchange
+        exchange.pending = start_all_to_all(grad, exchange.group, exchange.receive, exchange.send)
+        return grad, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+        ctx.group, ctx.counts = group, counts
+        return _gathered(x, group, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _scattered(grad, ctx.group, ctx.counts), None, None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+        ctx.group, ctx.counts = group, counts
+        return _scattered(x, group, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _gathered(grad, ctx.group, ctx.counts), None, None
+
+
+def gather_rows(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+    """[counts[i], ...] on member i -> [sum of counts, ...] on all. Backward sums over the group and scatters."""
+    return x if group.size == 1 else _GatherRows.apply(x, group, counts)
+
+
+def scatter_rows(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+    """Partial [sum of counts, ...] on each rank -> the summed [counts[i], ...] on member i. Backward gathers."""
+    return x if group.size == 1 else _ScatterRows.apply(x, group, counts)
+
+
+def _gathered(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+    """An exchange and not an all-gather, whose parts would have to be equal."""
+    same = [counts[group.index]] * group.size
+    return all_to_all(x.repeat(group.size, *[1] * (x.dim() - 1)), group, same, counts)
+
+
+def _scattered(x: Tensor, group: Group, counts: Sequence[int]) -> Tensor:
+    same = [counts[group.index]] * group.size
+    return all_to_all(x, group, counts, same).view(group.size, counts[group.index], *x.shape[1:]).sum(0)
+
+
+class _GatherWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size)[ctx.group.index], None
+
+
+def gather_whole(x: Tensor, group: Group) -> Tensor:
+    """[seq / size, ...] -> [seq, ...], of which all ranks compute the same. Backward keeps this rank's part: the
+    gradients of the others are those of its own."""
+    return x if group.size == 1 else _GatherWhole.apply(x, group)

@@ -6,7 +6,7 @@ backward runs it on the spot; the zero-bubble schedules collect it and run it wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -65,6 +65,22 @@ class WeightQueue:
             grad.addmm_(left, right)
         else:
             grad.add_(left @ right)
+        self.arrived(parameter)
+
+    def add_products_(self, parameter: nn.Parameter, left: Tensor, right: Tensor, counts: Sequence[int]) -> None:
+        """For a parameter of matrices [groups, out, in] whose rows lie one group after another, counts[g] of group g:
+        add left_g [out, rows] x right_g [rows, in], given left [out, all rows] and right [all rows, in]."""
+        if not parameter.requires_grad:
+            return
+        grads = self.gradient(parameter).view(len(counts), left.shape[0], right.shape[1])
+        parts = zip(grads, left.split(counts, 1), right.split(counts), counts, strict=True)
+        for grad, a, b, rows in parts:
+            if not rows:
+                continue
+            if grad.dtype == left.dtype:
+                grad.addmm_(a, b)
+            else:
+                grad.add_(a @ b)
         self.arrived(parameter)
 
     def add_rows_(self, parameter: nn.Parameter, rows: Tensor, values: Tensor) -> None:
