@@ -89,6 +89,11 @@ class Bucket:
         """This rank's slice of one kind, [share]."""
         return self.slices[kind]
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether its parameters have gradients; else they move in a way of their own."""
+        return self.infos[0].movement is None
+
     def gradient(self, number: int) -> Tensor:
         """The flat gradient of parameter `number`, in its shape; the buffer is made where there is none."""
         if self.grads is None:
@@ -135,7 +140,7 @@ def make_buckets(
 
     `dtype` is that of the model; the parameters come in the master dtype and with their initial values, which become
     the master copy before they are rounded. What a backward reaches first stands first; a parameter that several
-    holders share comes last.
+    holders share comes last, but for those that no backward reaches.
     """
     how = how or Bucketing()
     alike: dict[tuple, list[ParamInfo]] = {}
@@ -144,7 +149,10 @@ def make_buckets(
         is_cut = (is_cut_by_tensor(spec, mesh.topology), *_axes(spec))
         is_shared = spec.data_axis == "tied_data" or len(homes) > 1
         latest_first = tuple(-home for home in homes)
-        key = (is_shared, latest_first, spec.data_axis, spec.grad_sum, is_cut, info.decay, spec.table, how.kinds(info))
+        key = (
+            info.movement is not None, is_shared, latest_first, spec.data_axis, spec.grad_sum, is_cut, info.decay,
+            spec.table, how.kinds(info),
+        )
         alike.setdefault(key, []).append(info)
     return [_make_bucket(part, mesh, dtype, how) for key in sorted(alike) for part in _cut(alike[key], how.size)]
 
@@ -181,9 +189,11 @@ def _make_bucket(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype, how: Bu
     for info, start in zip(infos, starts, strict=True):
         flat[start : start + info.tensor.numel()] = info.tensor.data.flatten()
     mine = slice(owners.index * (size // owners.size), (owners.index + 1) * (size // owners.size))
-    params = flat.to(dtype)
+    is_trained = infos[0].movement is None
+    params = flat.to(dtype) if is_trained else flat
     slices = {"weight": flat[mine] if params is flat else flat[mine].clone()}
-    slices |= {kind: torch.zeros_like(slices["weight"]) for kind in how.kinds(infos[0]) if kind != "weight"}
+    kinds = how.kinds(infos[0]) if is_trained else ()
+    slices |= {kind: torch.zeros_like(slices["weight"]) for kind in kinds if kind != "weight"}
     recorded = is_recorded(spec, mesh.topology, mesh.rank) and (how.stage > 0 or copies.index == 0)
     bucket = Bucket(
         infos, starts, spec.data_axis, copies, owners, [mesh.along(axis) for axis in spec.grad_sum],
@@ -192,8 +202,9 @@ def _make_bucket(infos: list[ParamInfo], mesh: Mesh, dtype: torch.dtype, how: Bu
     )
     for number, info in enumerate(infos):
         info.tensor.data = params[starts[number] : starts[number] + info.tensor.numel()].view(info.tensor.shape)
-        info.tensor.grad_dtype = flat.dtype
-        info.tensor.grad = bucket.gradient(number) if how.stage < 2 else None
+        if is_trained:
+            info.tensor.grad_dtype = flat.dtype
+            info.tensor.grad = bucket.gradient(number) if how.stage < 2 else None
     return bucket
 
 

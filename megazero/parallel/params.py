@@ -8,7 +8,7 @@ layout changes a value.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -28,19 +28,27 @@ class Initial:
     fill: float = 0.0
 
 
+# How a parameter that is not trained moves after a global batch: (its values, what layers reported of the batch, summed
+# over micro-batches and data ranks) -> its new values, alike on every rank.
+Movement = Callable[[torch.Tensor, Mapping[str, torch.Tensor]], torch.Tensor]
+
 ONES = Initial(fill=1.0)
 ZEROS = Initial()
 
 
 @dataclass(frozen=True)
 class ParamInfo:
-    """One parameter as the optimizer, the checkpoint and the planner see it."""
+    """One parameter as the optimizer, the checkpoint and the planner see it.
+
+    movement  None: it is trained by its gradient. Else it has none, and stays in the master dtype
+    """
 
     name: str                  # global name, the same in every layout
     tensor: nn.Parameter       # this rank's shard, [*spec.local_shape]
     spec: ShardSpec
     initial: Initial
     decay: bool                # whether weight decay applies
+    movement: Movement | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class _Declared:
     initial: Initial
     decay: bool
     known_as: str | None       # global name, where it is not the path of the module
+    movement: Movement | None = None
 
 
 def declare(
@@ -63,6 +72,16 @@ def declare(
     decay = initial.std is not None
     module.register_parameter(name, parameter)
     module.__dict__.setdefault("declared", {})[name] = _Declared(spec, initial, decay, known_as)
+    return parameter
+
+
+def declare_moving(
+    module: nn.Module, name: str, spec: ShardSpec, topology: Topology, *, dtype: torch.dtype, movement: Movement
+) -> nn.Parameter:
+    """Register a parameter that no gradient trains: it starts at zero, `movement` moves it after each global batch, and
+    checkpoints hold it."""
+    parameter = declare(module, name, spec, topology, initial=ZEROS, dtype=dtype).requires_grad_(False)
+    module.__dict__["declared"][name] = _Declared(spec, ZEROS, False, None, movement)
     return parameter
 
 
@@ -113,7 +132,8 @@ def collect(layers: Iterable[tuple[str, nn.Module]]) -> list[ParamInfo]:
                     raise ValueError(f"{prefix}.{name} was not declared: make it with params.declare")
                 d = declared[name]
                 if id(tensor) not in seen:
-                    infos.append(ParamInfo(d.known_as or f"{prefix}.{name}", tensor, d.spec, d.initial, d.decay))
+                    known_as = d.known_as or f"{prefix}.{name}"
+                    infos.append(ParamInfo(known_as, tensor, d.spec, d.initial, d.decay, d.movement))
                     seen.add(id(tensor))
     return infos
 

@@ -123,8 +123,9 @@ class ZeroOptimizer:
         self.mesh, self.rule, self.zero = mesh, rule, zero
         how = Bucketing(lambda info: ("weight", *rule.kinds(info)), zero.bucket_size, zero.stage, homes or {})
         self.buckets: list[Bucket] = make_buckets(infos, mesh, dtype, how)
+        self.trained = [bucket for bucket in self.buckets if bucket.is_trained]
         self.reducer = Reducer(
-            self.buckets, overlap=zero.overlap_reduce, every=zero.stage == 2, wire_dtype=zero.wire_dtype
+            self.trained, overlap=zero.overlap_reduce, every=zero.stage == 2, wire_dtype=zero.wire_dtype
         )
         self._order = model_order(infos, homes or {})
         self.updates = 0                    # finished updates, for bias corrections
@@ -158,7 +159,7 @@ class ZeroOptimizer:
         """
         scale = self.loss_scale
         owned = self.reducer.owned()
-        for bucket, grad in zip(self.buckets, owned, strict=True):
+        for bucket, grad in zip(self.trained, owned, strict=True):
             for group in bucket.grad_sum:
                 all_reduce(grad, group)
         norm = self._norm(owned) / scale
@@ -179,18 +180,25 @@ class ZeroOptimizer:
         self.updates += 1
         rule = self.rule if rates.momentum is None else self.rule.with_momentum(rates.momentum)
         tables = rates.learning_rate if rates.tables is None else rates.tables
-        pairs = list(zip(self.buckets, owned, strict=True))
+        pairs = list(zip(self.trained, owned, strict=True))
         for learning_rate in dict.fromkeys((rates.learning_rate, tables)):
             part = [p for p in pairs if (tables if p[0].infos[0].spec.table else rates.learning_rate) == learning_rate]
             rule.update([b for b, _ in part], [g for _, g in part], learning_rate, rates.weight_decay, self.updates)
         self.reducer.clear()
-        self._gather()
+        self._gather([number for number, bucket in enumerate(self.buckets) if bucket.is_trained])
         return Update(norm, clipped)
+
+    @torch.no_grad()
+    def move(self, reports: Mapping[str, Tensor]) -> None:
+        """After a step: what is not trained moves as the global batch's reports say, alike on every rank."""
+        for bucket in self.buckets:
+            for info in bucket.infos if not bucket.is_trained else ():
+                info.tensor.copy_(info.movement(info.tensor, reports))
 
     def _norm(self, slices: Sequence[Tensor]) -> Tensor:
         """The L2 norm over the whole model of one slice per bucket: each element once."""
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        for bucket, flat in zip(self.buckets, slices, strict=True):
+        for bucket, flat in zip(self.trained, slices, strict=True):
             if bucket.recorded:
                 total += sum_of_squares(flat)
         return all_reduce(total, self.mesh.world).sqrt()
@@ -198,7 +206,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
         """L2 norm of all parameters of the model, fp64 scalar; called by all ranks."""
-        return self._norm([bucket.weight for bucket in self.buckets])
+        return self._norm([bucket.weight for bucket in self.trained])
 
     @torch.no_grad()
     def zero_count(self) -> Tensor:
@@ -206,7 +214,7 @@ class ZeroOptimizer:
         step. Padding counts nowhere."""
         topology, rank = self.mesh.topology, self.mesh.rank
         total = torch.zeros((), dtype=torch.int64, device=self.mesh.device)
-        for bucket, grad in zip(self.buckets, self.reducer.owned(), strict=True):
+        for bucket, grad in zip(self.trained, self.reducer.owned(), strict=True):
             for group in bucket.grad_sum:
                 grad = all_reduce(grad.clone(), group)
             for number, info in enumerate(bucket.infos if bucket.recorded else ()):
@@ -220,16 +228,17 @@ class ZeroOptimizer:
         before the gradients are forgotten. None: all are finite."""
         found = [
             (self._order[info.name], info.name)
-            for bucket, grad in zip(self.buckets, self.reducer.owned(), strict=True)
+            for bucket, grad in zip(self.trained, self.reducer.owned(), strict=True)
             for number, info in enumerate(bucket.infos) if not bool(bucket.part(number, grad).isfinite().all())
         ]
         told = [first for first in gather_objects(min(found, default=None), self.mesh.world) if first is not None]
         return min(told)[1] if told else None
 
-    def _gather(self) -> None:
-        """Carry the master copies into the parameters of all ranks."""
+    def _gather(self, numbers: Sequence[int]) -> None:
+        """Carry the master copies of some buckets into the parameters of all ranks."""
         self.wait()
-        for number, bucket in enumerate(self.buckets):
+        for number in numbers:
+            bucket = self.buckets[number]
             mine = bucket.params[bucket.slice]
             if mine.data_ptr() != bucket.weight.data_ptr():
                 mine.copy_(bucket.weight)
@@ -255,7 +264,7 @@ class ZeroOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Carry the master copies, as loading left them, into the parameters of all ranks."""
-        self._gather()
+        self._gather(range(len(self.buckets)))
         self.wait()
 
     def bytes(self) -> dict[str, int]:
@@ -263,10 +272,10 @@ class ZeroOptimizer:
 
         A master copy in the dtype of the parameters is their own memory and counts there.
         """
-        held = [b.share if self.zero.stage == 2 else b.params.numel() for b in self.buckets]
+        held = [b.share if self.zero.stage == 2 else b.params.numel() for b in self.trained]
         return {
             "parameters": sum(b.params.nbytes for b in self.buckets),
-            "gradients": sum(n * b.weight.itemsize for n, b in zip(held, self.buckets, strict=True))
+            "gradients": sum(n * b.weight.itemsize for n, b in zip(held, self.trained, strict=True))
             + self.reducer.bytes_beside,
             "master": sum(b.weight.nbytes for b in self.buckets if b.weight.dtype != b.params.dtype),
             "moments": sum(
