@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -32,6 +33,8 @@ from megazero.lr_curves import Done
 from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
 from megazero.machine import Machine, Pipelining, Setup, assemble
 from megazero.metrics import Metrics, check_folder, check_places
+from megazero.moe.pyramid import describe_experts
+from megazero.moe.statistics import statistics_of
 from megazero.parallel.collectives import AgreedError, gather_objects
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.topology import Topology
@@ -89,7 +92,6 @@ def answer(config: Config, world: World) -> bool:
         samples = map(sizes.consumed, range(asked.print_lr))
         lines += print_lr_lines(schedule, (Done(k, n, n * config.model.seq_length) for k, n in enumerate(samples)))
     if asked.print_layout:
-        check_dense(config)
         check_world(config, size)
         vocab = config.model.vocab_size or build_tokenizer(config.data).vocab_size
         lines.append(describe_layout(layers_of(config, vocab), topology_of(config, size), pipelining_of(config)))
@@ -125,7 +127,6 @@ class Plan:
 
 def prepare(config: Config, world: World) -> Plan:
     """Check sizes, files and settings. Raises ValueError with one line for the first thing that is wrong."""
-    check_dense(config)
     check_world(config, world.size)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab = config.model.vocab_size or tokenizer.vocab_size
@@ -161,12 +162,6 @@ def prepare(config: Config, world: World) -> Plan:
     )
 
 
-def check_dense(config: Config) -> None:
-    """Experts are read and checked, but the model does not have them yet."""
-    if config.moe.any:
-        raise ValueError(f"--num-experts {' '.join(map(str, config.moe.num_experts))}: not available yet")
-
-
 def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     """Meet the other processes, build this rank's part of everything, and train."""
     config = plan.config
@@ -180,7 +175,7 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
         flops=model_flops(config.model, vocab=plan.vocab, batch=1, moe=config.moe) / config.model.seq_length,
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
-    for line in (*notices, describe(plan), *silent):
+    for line in (*notices, describe(plan), *describe_experts(config), *silent):
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
     trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)
@@ -237,7 +232,8 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
         how = Recompute(config.recompute.recompute_method, config.recompute.layers)
     feeds = open_feeds(plan, mesh)
     setup = Setup(
-        dtypes(config.precision), config.optimizer, zero_of(config), plan.pipelining, how, config.run.seed
+        dtypes(config.precision), config.optimizer, zero_of(config), plan.pipelining, how, config.run.seed,
+        statistics_of,
     )
     example = feeds["train"].example() if plan.pipelining.split.weighs == "seconds" else None
     machine = assemble(plan.layers, mesh, setup, example)
@@ -274,10 +270,17 @@ def schedule_of(config: Config, sizes: BatchSizes) -> Schedule:
 
 
 def topology_of(config: Config, world_size: int) -> Topology:
-    """What tensor and pipeline leave over is the data axis."""
+    """What tensor and pipeline leave over is the data axis. Experts are cut in parts where there are any."""
     parallel = config.parallel
-    return Topology(
+    dense = Topology(
         parallel.pipeline_model_parallel_size, parallel.data_size(world_size), parallel.tensor_model_parallel_size
+    )
+    if not config.moe.any:
+        return dense
+    expert = parallel.expert_model_parallel_size
+    degrees = {gcd(experts, expert) for experts in config.experts if experts > 1} - {expert}
+    return replace(
+        dense, expert=expert, expert_tensor=config.expert_tensor_size, degrees=tuple(sorted(degrees))
     )
 
 
@@ -311,7 +314,7 @@ def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
         GPTSetup(
             config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
             selective=config.recompute.recompute_granularity == "selective",
-            norm_impl=norm_impl(config), residual=residual_of(config),
+            norm_impl=norm_impl(config), residual=residual_of(config), moe=config.moe, experts=config.experts,
         )
     )
 
@@ -371,7 +374,8 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     evaluated, evaluation = config.batch.evaluation(mesh.data.size)
     homes = plan.pipelining.homes(mesh.pipeline.size)
     at_an_end = mesh.stage in (homes[0], homes[-1])
-    reads = at_an_end or rules.reset_positions or rules.reset_attention
+    masked = config.moe.any and rules.mask_loss             # what is masked does not count in the balance
+    reads = at_an_end or rules.reset_positions or rules.reset_attention or masked
     feeds = {}
     for name, samples in plan.samples.items():
         micro, sizes = evaluated, constant(evaluation)
@@ -463,8 +467,10 @@ def describe(plan: Plan) -> str:
     """The layout in one line."""
     t, count = plan.topology, plan.parameters
     schedule = f" ({plan.pipelining.schedule})" if t.pipeline > 1 else ""
+    expert = f" (expert {t.expert} x expert tensor {t.size('expert_tensor')})" if plan.config.moe.any else ""
     return (
-        f"{t.world} ranks: tensor {t.tensor} x pipeline {t.pipeline}{schedule} x data {t.data}, {count:,} parameters"
+        f"{t.world} ranks: tensor {t.tensor} x pipeline {t.pipeline}{schedule} x data {t.data}{expert}, "
+        f"{count:,} parameters"
     )
 
 

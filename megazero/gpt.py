@@ -11,14 +11,17 @@ from torch import Tensor, nn
 
 from .attention import Attention
 from .config import ModelConfig
+from .config_moe import MoEConfig
 from .data.batch import MicroBatch
 from .mlp import MLP
+from .moe.layer import MoELayer, MoESetup
 from .parallel.groups import Mesh
 from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
 from .parallel.loss import vocab_parallel_cross_entropy
 from .parallel.params import Initial, declare
 from .parallel.random import dropout
 from .parallel.shard import ShardSpec
+from .pipe.output import Output, hidden_of, with_losses_of
 from .pipe.stage import LayerSpec
 
 WORD_TABLE = "embedding.word.weight"        # global name of the token table; a tied head holds the same parameter
@@ -34,6 +37,8 @@ class GPTSetup:
     norm_impl  which implementation of the norms: auto, torch, triton
     residual   dtype of the residual stream; None: that of the parameters
     apart      whether embedding and head live on different pipeline ranks, so that a tied table has two holders
+    moe        the rules of layers with experts
+    experts    how many each layer has, 1: it is dense; none: all layers are
     """
 
     model: ModelConfig
@@ -43,6 +48,8 @@ class GPTSetup:
     norm_impl: str = "auto"
     apart: bool = True
     residual: torch.dtype | None = None
+    moe: MoEConfig = MoEConfig()
+    experts: tuple[int, ...] = ()
 
     def table(self, tensor: int) -> ShardSpec:
         """The spec of a table with one row per token, padded so that every tensor rank holds equally many rows."""
@@ -115,12 +122,17 @@ class Block(nn.Module):
             model, mesh, layer, dtype=setup.dtype, norm_impl=setup.norm_impl, selective=setup.selective
         )
         self.ffn_norm = norm()
-        self.ffn = MLP(model, mesh, dtype=setup.dtype)
+        experts = setup.experts[layer] if setup.experts else 1
+        if experts > 1:
+            self.ffn = MoELayer(MoESetup(model, setup.moe, layer, experts, setup.dtype), mesh)
+        else:
+            self.ffn = MLP(model, mesh, dtype=setup.dtype)
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch) -> Output:
         drop = partial(dropout, probability=self.dropout, draw=batch.draw, layer=self.layer, index=self.group.index)
         x = x + drop(self.attention(self.attention_norm(x), batch), purpose="attention output")
-        return x + drop(self.ffn(self.ffn_norm(x), batch), purpose="ffn output")
+        y = self.ffn(self.ffn_norm(x), batch)
+        return with_losses_of(x + drop(hidden_of(y), purpose="ffn output"), y)
 
 
 class FinalNorm(nn.Module):

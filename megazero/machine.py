@@ -7,9 +7,10 @@ programs and the engine that runs them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from .parallel.groups import Mesh
 from .parallel.lamb import Lamb
 from .parallel.muon import Muon
 from .parallel.params import collect, initialize
+from .parallel.reports import ReportTable
 from .parallel.rules import SGD, Adam, Rule
 from .parallel.zero import Zero, ZeroOptimizer
 from .pipe.engine import PipeEngine
@@ -54,7 +56,10 @@ class Pipelining:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a machine is to do."""
+    """What a machine is to do.
+
+    figures  what a log says of the layers' reports, given their sums and the micro-batches of the global batch
+    """
 
     dtypes: Dtypes = Dtypes(torch.float32, torch.float32)
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -62,6 +67,7 @@ class Setup:
     pipelining: Pipelining = Pipelining()
     recompute: Recompute = Recompute()
     seed: int = 1234
+    figures: Callable[[Mapping[str, Tensor], int], dict[str, Any]] = lambda reports, micro_batches: {}
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class Machine:
 
     train_program, evaluate_program   of a number of micro-batches, each made once
     last                              the place along the pipeline where the loss is known
+    figures                           as in Setup
     """
 
     mesh: Mesh
@@ -78,6 +85,13 @@ class Machine:
     train_program: Callable[[int], Program]
     evaluate_program: Callable[[int], Program]
     last: int
+    table: ReportTable
+    figures: Callable[[Mapping[str, Tensor], int], dict[str, Any]]
+
+    def reports(self) -> dict[str, Tensor]:
+        """What layers reported in the last `loss`, summed over micro-batches and data ranks; equal on all ranks, which
+        call it together."""
+        return self.table.collect(self.engine.reports)
 
     def loss(self, batches: Sequence[MicroBatch], program: Program, *, key: Hashable = None) -> Tensor:
         """Run `program`, with its backwards if it has any; the summed loss of all data ranks, fp64 scalar on all.
@@ -131,7 +145,7 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     )
     return Machine(
         mesh, engine, optimizer, lambda count: train(count)[mesh.stage], lambda count: evaluate(count)[mesh.stage],
-        placed[-1],
+        placed[-1], ReportTable(mesh), setup.figures,
     )
 
 

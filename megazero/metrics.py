@@ -33,6 +33,11 @@ TRAIN_KEYS = (
 # params_norm: L2 norm of all parameters after the iteration; num_zeros: elements of the whole gradient that are zero.
 EXTRA_KEYS = ("params_norm", "num_zeros")
 
+# What is added where layers have experts, as moe/statistics.py has it: losses of the router, without
+# coefficient; load: choices of the fullest expert over the mean of its layer; dropped: share of choices without place;
+# experts: of each such layer its number, losses, choices by expert, and how many of them were dropped.
+EXPERT_KEYS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "load", "dropped", "experts")
+
 # TensorBoard's tags, plotted over iterations. A named validation set has its name after the tag of "valid".
 TAGS = {
     "lm_loss": "lm loss",
@@ -46,6 +51,12 @@ TAGS = {
     "tflops": "throughput",                 # --log-throughput: TFLOP/s per rank
     "params_norm": "params-norm",           # --log-params-norm
     "num_zeros": "num-zeros",               # --log-num-zeros-in-grad
+    "aux_loss": "load balancing loss",
+    "seq_aux_loss": "seq load balancing loss",
+    "global_aux_loss": "global load balancing loss",
+    "z_loss": "z loss",
+    "load": "fullest expert over mean",
+    "dropped": "share of choices dropped",
     "valid": "lm loss validation",
     "test": "lm loss test",
     "valid_ppl": "lm loss validation ppl",  # --log-validation-ppl-to-tensorboard
@@ -82,8 +93,9 @@ class Metrics:
             print(line, flush=True)
 
     def train(self, record: Record) -> None:
-        """One finished iteration, with the keys TRAIN_KEYS and any of EXTRA_KEYS."""
-        assert set(record) - set(EXTRA_KEYS) == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
+        """One finished iteration, with the keys TRAIN_KEYS, any of EXTRA_KEYS, and some of EXPERT_KEYS where there are
+        experts."""
+        assert set(record) - {*EXTRA_KEYS, *EXPERT_KEYS} == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
         for sink in self._sinks:
             sink.train(record)
 
@@ -133,6 +145,7 @@ class _Console:
             *([f"params norm {record['params_norm']:.4f}"] if "params_norm" in record else []),
             *([f"zeros in grad {record['num_zeros']}"] if "num_zeros" in record else []),
             f"learning rate {record['learning_rate']:.4e}",
+            *(f"{TAGS[key]} {record[key]:.4f}" for key in EXPERT_KEYS if key in record and key in TAGS),
             *([f"loss scale {record['loss_scale']:g}"] if record["loss_scale"] != 1 else []),
             *(["skipped"] if record["skipped"] else []),
             f"{seconds:.3f} s/iteration",
@@ -212,7 +225,7 @@ class _Lines:
             self._out.write("\n")
 
     def train(self, record: Record) -> None:
-        self._write({key: record[key] for key in (*TRAIN_KEYS, *EXTRA_KEYS) if key in record})
+        self._write({key: record[key] for key in (*TRAIN_KEYS, *EXTRA_KEYS, *EXPERT_KEYS) if key in record})
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         self._write({"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})

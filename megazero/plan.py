@@ -26,11 +26,11 @@ class StagePlan:
 
     layers: tuple[str, ...]
     parameters: int             # that each of its ranks holds, padding included
-    infos: tuple[ParamInfo, ...]    # of the whole model that this stage counts: a tied weight once
+    infos: tuple[ParamInfo, ...]    # of the whole model that this stage trains: a tied weight once
 
     @property
     def recorded(self) -> int:
-        """Elements of the whole model that this stage counts: no padding, a tied weight once."""
+        """Elements of the whole model that this stage trains: no padding, a tied weight once."""
         return sum(info.spec.numel for info in self.infos)
 
 
@@ -47,7 +47,7 @@ def plan_stages(layers: Sequence[LayerSpec], topology: Topology, how: Pipelining
             mesh = mesh_on_paper(topology, topology.rank(Coord(stage, 0, 0)))
             named = [n for s in build_stages(layers, mesh, cut, Recompute()).values() for n in s.named_layers()]
             infos = collect(named)
-            fresh = tuple(i for i in infos if i.name not in seen)
+            fresh = tuple(i for i in infos if i.name not in seen and i.movement is None)
             seen |= {i.name for i in fresh}
             plans.append(StagePlan(tuple(name for name, _ in named), sum(i.tensor.numel() for i in infos), fresh))
     return plans
@@ -71,7 +71,9 @@ def describe_layout(layers: Sequence[LayerSpec], topology: Topology, how: Pipeli
         "",
         "groups",
     ]
-    for axis in ("tensor", "pipeline", "data", "tied_data"):
+    few = [f"{axis}.{degree}" for degree in topology.degrees for axis in ("expert", "expert_data")]
+    expert = ("expert", "expert_data", *few) if topology.expert > 1 else ()
+    for axis in ("tensor", "pipeline", "data", "tied_data", *expert):
         lines.append(f"  {axis:9} {_groups(topology, axis)}")
     return "\n".join(lines)
 

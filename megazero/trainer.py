@@ -134,6 +134,8 @@ class _Step:
     loss_scale: float
     seconds: float
     tokens: int
+    reports: Mapping[str, Tensor]
+    micro_batches: int
 
 
 class Trainer:
@@ -192,9 +194,12 @@ class Trainer:
         size = feed.sizes.at(progress.consumed_samples)
         batches, counted = feed.global_batch(progress.consumed_samples, iteration)
         loss_scale = machine.optimizer.loss_scale
-        batches = [replace(b, scale=loss_scale / max(counted, 1)) for b in batches]
+        micro_batches = len(batches) * machine.mesh.data.size
+        batches = [
+            replace(b, scale=loss_scale / max(counted, 1), auxiliary=loss_scale / micro_batches) for b in batches
+        ]
         loss = machine.loss(batches, machine.train_program(len(batches))) / loss_scale
-        rates = self.schedules.at(progress.done)
+        rates, reports = self.schedules.at(progress.done), machine.reports()
         update, extra = self._update(rates, measured=self.logging.shows(iteration, self._last))
         tokens = size * self.seq_length
         progress = replace(
@@ -203,9 +208,12 @@ class Trainer:
         )
         if update.skipped:
             progress = self._skip(progress, update, size, tokens)
+        else:
+            machine.optimizer.move(reports)
         self._read()
         self._unread = _Step(
-            progress, loss, update, extra, rates.learning_rate, loss_scale, time.monotonic() - start, tokens
+            progress, loss, update, extra, rates.learning_rate, loss_scale, time.monotonic() - start, tokens, reports,
+            micro_batches,
         )
         return progress
 
@@ -260,6 +268,7 @@ class Trainer:
                 "tokens_per_second": step.tokens / step.seconds,
                 **{name: figure.item() for name, figure in step.extra.items()},
             }
+            | self.machine.figures(step.reports, step.micro_batches)
         )
 
     def evaluate(self, part: str, progress: Progress) -> float | None:

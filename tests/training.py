@@ -76,13 +76,15 @@ class Outcome:
 
 
 def train(flags: str, layout: tuple[int, int, int] = (1, 1, 1), *, look: Callable[[Trainer], Any] | None = None,
-          iterations: int | None = None, timeout: float = 60) -> Outcome:
+          iterations: int | None = None, timeout: float = 60, before: Callable[[Trainer], None] | None = None,
+          ) -> Outcome:
     """Run `flags` (over SMALL) in a layout (tensor, pipeline, data); `look` is called with each rank's trainer at the
-    end. `iterations` stops early, as if interrupted."""
+    end, `before` at the start. `iterations` stops early, as if interrupted."""
     tensor, pipeline, data = layout
     argv = f"{SMALL} {flags} --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
     results = on_ranks(
-        math.prod(layout), functools.partial(train_rank, argv, math.prod(layout), look, iterations), timeout=timeout
+        math.prod(layout), functools.partial(train_rank, argv, math.prod(layout), look, iterations, before),
+        timeout=timeout,
     )
     first = results[0][0]
     state = assemble([pieces for _, pieces, _ in results])
@@ -90,13 +92,15 @@ def train(flags: str, layout: tuple[int, int, int] = (1, 1, 1), *, look: Callabl
 
 
 def train_rank(argv: Sequence[str], world: int, look: Callable[[Trainer], Any] | None,
-               iterations: int | None) -> tuple[Recorder, list, Any]:
+               iterations: int | None, before: Callable[[Trainer], None] | None = None) -> tuple[Recorder, list, Any]:
     """One rank of `train`: its record, its recorded pieces of the state, and what `look` saw."""
     config, _ = parse(argv)
     plan = pretrain_gpt.prepare(config, World(0, world, 0))
     mesh, record = open_mesh(plan.topology), Recorder()
     trainer, progress = pretrain_gpt.build(plan, mesh, record)
     target = iterations or plan.iterations
+    if before is not None:
+        before(trainer)
     trainer.train(progress, target, plan.config.checkpoint.interval)
     return record, pieces_of(trainer), None if look is None else look(trainer)
 

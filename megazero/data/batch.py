@@ -6,7 +6,9 @@ masks and random draws always belong to the micro-batch that they came with.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,8 @@ class MicroBatch:
     documents  int64 number of the document that a token belongs to, for attention; None: plain causal attention
     draw       (seed, iteration, global micro-batch), the root of all random draws; None: evaluation, nothing is drawn
     scale      what the summed loss is multiplied by: 1 / unmasked tokens of the global batch
+    auxiliary  what losses of a layer's own are multiplied by: 1 / micro-batches of the global batch
+    kept       what layers leave here in the forward for its recomputation; None: it is not recomputed
     """
 
     tokens: Tensor
@@ -32,6 +36,8 @@ class MicroBatch:
     documents: Tensor | None = None
     draw: tuple[int, int, int] | None = None
     scale: float = 1.0
+    auxiliary: float = 0.0
+    kept: dict[Hashable, Any] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch on `device`."""

@@ -98,8 +98,10 @@ class Stage(nn.Module):
     def forward(self, x: Hidden | None, batch: MicroBatch) -> Output:
         parts: list[Output] = []
         for segment, again in self.segments:
-            run = partial(self._run, segment, batch, isinstance(x, tuple))
-            parts.append(recompute(run, *flat(x)) if again and torch.is_grad_enabled() else run(*flat(x)))
+            again = again and torch.is_grad_enabled()
+            own = replace(batch, kept={}) if again and isinstance(batch, MicroBatch) else batch
+            run = partial(self._run, segment, own, isinstance(x, tuple))
+            parts.append(recompute(run, *flat(x)) if again else run(*flat(x)))
             x = hidden_of(parts[-1])
         return with_losses_of(x, *parts)
 
