@@ -235,11 +235,19 @@ class _Lines:
         self._write({"split": "train", "iteration": iteration, **told})
 
     def _write(self, record: Mapping[str, object]) -> None:
-        plain = {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
-        self._out.write(json.dumps(plain) + "\n")       # JSON has no infinity
+        self._out.write(json.dumps(_finite(record)) + "\n")
 
     def close(self) -> None:
         self._out.close()
+
+
+def _finite(value: object) -> object:
+    """None for what is not finite, wherever it stands: JSON has no infinity."""
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _is_torn(path: Path) -> bool:

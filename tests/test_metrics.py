@@ -29,6 +29,12 @@ def record(iteration, loss=2.0, **changes):
     return dict(zip(TRAIN_KEYS, values, strict=True)) | changes
 
 
+EXPERTS = {
+    "aux_loss": 1.25, "z_loss": 2.5, "load": 1.5, "dropped": 0.125,
+    "experts": [{"layer": 1, "z_loss": 2.5, "aux_loss": 1.25, "counts": [3, 1], "dropped": 1}],
+}  # fmt: skip
+
+
 def make(tmp_path, *, writes=True, iterations=10, **logging):
     places = {"metrics_jsonl": str(tmp_path / "run" / "m.jsonl"), "tensorboard_dir": str(tmp_path / "run" / "tb")}
     config = LoggingConfig(**({"log_interval": 5} | places | logging))
@@ -65,6 +71,19 @@ def test_measured_figures_show_where_there_are_any(tmp_path, capsys):
     make(tmp_path).train(record(5, params_norm=12.5, num_zeros=7))
     assert "grad norm 0.5000 | params norm 12.5000 | zeros in grad 7 | learning rate" in capsys.readouterr().out
     assert tuple(lines_of(tmp_path)[0]) == (*TRAIN_KEYS, "params_norm", "num_zeros")
+
+
+def test_experts_show_in_every_place_where_there_are_any(tmp_path, capsys):
+    metrics = make(tmp_path)
+    metrics.train(record(5) | EXPERTS)
+    assert (
+        "1.0000e-04 | load balancing loss 1.2500 | z loss 2.5000 | fullest expert over mean 1.5000 | share of choices "
+        "dropped 0.1250 | 0.250 s"
+    ) in capsys.readouterr().out
+    metrics.train(record(6) | EXPERTS | {"experts": [{"layer": 1, "z_loss": math.nan}]})
+    lines = lines_of(tmp_path)
+    assert lines[0]["experts"] == EXPERTS["experts"] and lines[0]["dropped"] == 0.125
+    assert lines[1]["experts"] == [{"layer": 1, "z_loss": None}]
 
 
 def test_json_lines_have_every_iteration_at_full_precision(tmp_path):
@@ -123,7 +142,9 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
         log_validation_ppl_to_tensorboard=True,
     )  # fmt: skip
     for i in (1, 2):
-        metrics.train(record(i, loss=3.0 - i, **({"params_norm": 8.0, "num_zeros": 5} if i == 2 else {})))
+        measured = {"params_norm": 8.0, "num_zeros": 5} if i == 2 else {}
+        balance = EXPERTS | {"seq_aux_loss": 1.0, "global_aux_loss": 1.0}
+        metrics.train(record(i, loss=3.0 - i, **measured) | balance)
     metrics.evaluation("valid", 2, 1.0)
     metrics.evaluation("test", 2, 1.25)
     metrics.evaluation("web", 2, 1.5)

@@ -21,8 +21,8 @@ def statistics_of(reports: Mapping[str, Tensor], gate_calls: int) -> dict[str, A
     """
     layers: dict[int, dict[str, list[float] | float]] = {}
     for name, value in reports.items():
-        family, layer, what = name.split(".", 2)
-        if family == "moe":
+        if name.startswith("moe."):
+            _, layer, what = name.split(".", 2)
             layers.setdefault(int(layer), {})[what] = value.tolist()
     each = [_of_layer(number, told, gate_calls) for number, told in sorted(layers.items())]
     if not each:
