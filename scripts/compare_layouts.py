@@ -2,8 +2,9 @@
 
     python scripts/compare_layouts.py --layouts 1,1,1 2,2,1 2,1,2 --steps 5 -- --fp64 <flags of pretrain_gpt.py>
 
-A layout is tensor,pipeline,data sizes. All take the same samples: the global batch is --global-batch-size, or the
-micro-batch size times the largest data size. Exit code 1: something differs by more than its tolerance.
+A layout is tensor,pipeline,data sizes, or tensor,pipeline,data,expert. All take the same samples: the global batch is
+--global-batch-size, or the micro-batch size times the largest data size. Exit code 1: something differs by more than
+its tolerance.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ TOLERANCES = {
 NOT_HERE = {
     "tensor_model_parallel_size": "--layouts says it",
     "pipeline_model_parallel_size": "--layouts says it",
+    "expert_model_parallel_size": "--layouts says it",
+    "moe_expert_parallel_size": "--layouts says it",
     "save": "checkpoints are written to a temporary folder",
     "save_interval": "every step is saved",
     "load": "every layout starts from its own initial weights",
@@ -66,28 +69,27 @@ NOT_HERE = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes, written tensor,pipeline,data."""
+    """Sizes of the axes, written tensor,pipeline,data or tensor,pipeline,data,expert."""
 
     tensor: int
     pipeline: int
     data: int
+    expert: int = 1
 
     @staticmethod
     def read(text: str) -> Layout:
         """From "tp,pp,dp" or "tp,pp,dp,ep". Raises ValueError."""
         sizes = text.split(",")
         if len(sizes) not in (3, 4) or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise ValueError(f"--layouts {text}: a layout is tensor,pipeline,data sizes, each at least 1")
-        if len(sizes) == 4 and int(sizes[3]) != 1:
-            raise ValueError(f"--layouts {text}: the expert size must be 1, for there are no experts yet")
-        return Layout(*map(int, sizes[:3]))
+            raise ValueError(f"--layouts {text}: a layout is tensor,pipeline,data sizes (and expert), each at least 1")
+        return Layout(*map(int, sizes))
 
     @property
     def world(self) -> int:
         return self.tensor * self.pipeline * self.data
 
     def __str__(self) -> str:
-        return f"{self.tensor},{self.pipeline},{self.data}"
+        return f"{self.tensor},{self.pipeline},{self.data}" + (f",{self.expert}" if self.expert > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,7 @@ def plan(layouts: Sequence[Layout], args: argparse.Namespace, flags: Sequence[st
     commands = []
     for layout in layouts:
         sizes = ("--tensor-model-parallel-size", layout.tensor, "--pipeline-model-parallel-size", layout.pipeline)
+        sizes += ("--expert-model-parallel-size", layout.expert)
         commands.append([*flags, *own, *map(str, sizes)])
         try:
             asked, _ = parse([*commands[-1], "--save", "."])

@@ -117,7 +117,8 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
     model, vocab = config.model, reader.tensors[WORD_TABLE].spec.shape[0]
     tokenizer = open_tokenizer(args, config, vocab)
     compute = dtypes(config.precision).compute
-    layers, topology = gpt_layers(GPTSetup(model, vocab, compute)), Topology(pipeline, 1, tensor)
+    layers = gpt_layers(GPTSetup(model, vocab, compute, moe=config.moe, experts=config.experts))
+    topology = Topology(pipeline, 1, tensor)
     try:
         plan_stages(layers, topology)
     except ValueError as wrong:

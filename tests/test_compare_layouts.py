@@ -53,6 +53,12 @@ def test_what_is_above_the_tolerance_is_named_and_the_exit_code_is_1(capsys: pyt
     assert rows["1,1,1", "2"].split()[2:] == ["0.0e+00"] * 4, "the same layout again differs by nothing, in any bit"
 
 
+def test_experts_are_compared_over_any_number_of_ranks(capsys: pytest.CaptureFixture) -> None:
+    experts = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
+    out, _ = run(capsys, 0, "1,1,1 1,1,2,2", "--steps", "1", "--json", flags=f"{FLAGS} {experts}")
+    assert [row["layout"] for row in json.loads(out)["differences"]] == ["1,1,2,2"]
+
+
 def saved_run(folder: Path, flags: str = "") -> Path:
     own = f"--train-iters 2 --save {folder} --save-interval 1 --metrics-jsonl {folder}/metrics.jsonl"
     assert pretrain_gpt.main(f"{FLAGS} {own} {flags}".split()) == 0
@@ -98,7 +104,9 @@ def test_a_number_that_is_none_is_above_every_tolerance() -> None:
         ("1,1,1", "", "", "give two or more"),
         ("1,1,1 2,1", "", "", "--layouts 2,1: a layout is tensor,pipeline,data sizes"),
         ("1,1,1 2,0,1", "", "", "--layouts 2,0,1: a layout is tensor,pipeline,data sizes"),
-        ("1,1,1 1,1,2,2", "", "", "--layouts 1,1,2,2: the expert size must be 1"),
+        ("1,1,1 1,1,2,2", "", "", "layout 1,1,2,2: --expert-model-parallel-size 2 needs --num-experts above 1"),
+        ("1,1,1 1,1,1,2", "", "--num-experts 4", "layout 1,1,1,2: --expert-model-parallel-size 2 does not divide"),
+        ("1,1,1 1,1,2,2", "", "--num-experts 4 --moe-expert-parallel-size 2", "cannot be given here: --layouts says"),
         ("1,1,1 2,1,1", "--steps 0", "", "--steps 0: must be at least 1"),
         ("1,1,1 2,1,1", "--tolerance -1", "", "--tolerance -1.0: must be at least 0"),
         ("1,1,1 2,1,1", "--steps many", "", "invalid int value"),

@@ -33,6 +33,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     flags = {
         "gpt": f"--max-position-embeddings {WINDOW} --train-iters 30 --lr 1e-2",
         "llama": f"{LLAMA} --num-query-groups 2 --max-position-embeddings {WINDOW} --train-iters 30 --lr 1e-2",
+        "experts": f"--max-position-embeddings {WINDOW} --train-iters 30 --lr 1e-2 --num-experts 4 --topk 2 "
+                   "--expert-interval 1 --mlp-type residual",
         "bytes": "--tokenizer-type ByteTokenizer --vocab-size 257 --train-iters 1",
     }
     for name, words in flags.items():
@@ -44,7 +46,7 @@ def writer_of(root: Path, tensor: int = 1, pipeline: int = 1, **rules: bool) -> 
     """The model of a checkpoint on this rank, in fp64."""
     reader = Reader(folder_of(root, 30))
     config = Config.from_json(json.dumps(reader.config))
-    layers = gpt_layers(GPTSetup(config.model, 97, torch.float64))
+    layers = gpt_layers(GPTSetup(config.model, 97, torch.float64, moe=config.moe, experts=config.experts))
     writer = Writer(layers, open_mesh(Topology(pipeline, 1, tensor)), Shape(**EXACT), DocumentRules(96, **rules))
     writer.load(reader)
     return writer
@@ -61,7 +63,9 @@ def sampled_texts(root: Path, tensor: int, pipeline: int) -> list[list[int]]:
     return writer.write([1, 2, 3], Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=7), tokens=20, samples=3)
 
 
-@pytest.mark.parametrize(("model", "tensor", "pipeline"), [("gpt", 4, 1), ("gpt", 2, 2), ("llama", 2, 2)])
+@pytest.mark.parametrize(
+    ("model", "tensor", "pipeline"), [("gpt", 4, 1), ("gpt", 2, 2), ("llama", 2, 2), ("experts", 2, 2)]
+)
 def test_the_text_is_the_same_in_every_layout_for_prompts_of_any_length(
     trained: dict[str, Path], model: str, tensor: int, pipeline: int
 ) -> None:
