@@ -1,28 +1,30 @@
 """The experts of one layer that a rank holds: feed-forwards over rows that lie expert by expert, without padding.
 
-A matrix product of each group of rows with its own weight. On a CPU that is one product per expert into its part of
-the result; on a GPU one grouped product of all. An expert without rows multiplies none and its gradient is zero.
+On a GPU each of the two layers is one grouped matrix product of all experts. On a CPU they are gone through expert by
+expert, up and down at once and in blocks of rows, so that what lies between the two stays in the cache and is not kept.
+An expert without rows multiplies none and its gradient is zero.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from ..mlp import ACTIVATIONS
 from ..parallel.groups import Mesh
 from ..parallel.params import ZEROS, Initial, declare
 from ..parallel.shard import ShardSpec
-from ..parallel.weights import WeightQueue
+from ..parallel.weights import WeightQueue, add_product_
+from .activations import TWO_WAY, Activation
 
 # torch 2.11 knows only the old name, and neither for all types of numbers.
 _GROUPED_MM = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
+BLOCK = 512             # rows of an expert that a CPU takes at once
 GROUPED_WIDTH = 8       # elements of bf16 in the 16 bytes to which the rows of a grouped product must be aligned
 
 
@@ -85,6 +87,110 @@ def grouped_linear(
     return _GroupedLinear.apply(rows, weight, bias, counts, queue)
 
 
+class Weights(NamedTuple):
+    """Of all experts that a rank holds: up [experts, ..., hidden], down [experts, hidden, ffn], and their biases."""
+
+    up: nn.Parameter
+    up_bias: nn.Parameter | None
+    down: nn.Parameter
+    down_bias: nn.Parameter | None
+
+
+class _Block(NamedTuple):
+    """Some rows of one expert on their way back."""
+
+    expert: int
+    rows: slice
+    inner: Tensor               # what went into the second layer
+    inner_grad: Tensor          # the gradient of what came out of the first
+
+
+class _BlockedExperts(torch.autograd.Function):
+    """down_e activation(up_e x + b_e) + c_e for the rows of expert e, expert by expert."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Weights, activation: Activation, counts: Sequence[int], queue: WeightQueue
+    ) -> Tensor:
+        up, down = weights.up.flatten(1, -2), weights.down
+        inner = rows.new_empty(len(rows), up.shape[1])
+        out = torch.empty_like(rows)
+        for e, own in _blocks(counts):
+            _linear_(inner[own], rows[own], up[e], weights.up_bias, e)
+            _linear_(out[own], activation.forward(inner[own]), down[e], weights.down_bias, e)
+        ctx.save_for_backward(rows, inner)
+        ctx.weights, ctx.activation, ctx.counts, ctx.queue = weights, activation, counts, queue
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (rows, inner), weights, queue = ctx.saved_tensors, ctx.weights, ctx.queue
+        grad_rows = torch.empty_like(rows)
+        up, down, activation, counts = weights.up.flatten(1, -2), weights.down, ctx.activation, ctx.counts
+
+        def blocks() -> Iterator[_Block]:
+            for e, own in _blocks(counts):
+                inner_grad, after = activation.backward(grad[own] @ down[e], inner[own])
+                torch.mm(inner_grad, up[e], out=grad_rows[own])
+                yield _Block(e, own, after, inner_grad)
+
+        # Weights take their gradients from each block as it is made, while it is in the cache, or later from all.
+        made = list(blocks()) if queue.is_deferring else blocks()
+        queue.put(lambda: _add_weight_gradients(weights, made, rows, grad, queue))
+        return grad_rows, None, None, None, None
+
+
+def _blocks(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
+    """(expert, its rows), at most BLOCK at once."""
+    start = 0
+    for e, count in enumerate(counts):
+        for at in range(start, start + count, BLOCK):
+            yield e, slice(at, min(at + BLOCK, start + count))
+        start += count
+
+
+def _linear_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> None:
+    """x [rows, in] times the expert's weight [out, in], into `out`."""
+    if bias is None:
+        torch.mm(x, weight.T, out=out)
+    else:
+        torch.addmm(bias[expert].flatten(), x, weight.T, out=out)
+
+
+def _add_weight_gradients(
+    weights: Weights, blocks: Iterable[_Block], rows: Tensor, grad: Tensor, queue: WeightQueue
+) -> None:
+    """Take what each block [rows of one expert] adds to the gradients of its expert."""
+    trained = [p if p is not None and p.requires_grad else None for p in weights]
+    sums = Weights(*(None if p is None else queue.gradient(p) for p in trained))
+    for e, own, after, inner_grad in blocks:
+        if sums.up is not None:
+            add_product_(sums.up[e].flatten(0, -2), inner_grad.T, rows[own])
+        if sums.down is not None:
+            add_product_(sums.down[e], grad[own].T, after)
+        if sums.up_bias is not None:
+            sums.up_bias[e].view(-1).add_(inner_grad.sum(0))
+        if sums.down_bias is not None:
+            sums.down_bias[e].add_(grad[own].sum(0))
+    for parameter in trained:
+        if parameter is not None:
+            queue.arrived(parameter)
+
+
+def feed_forward(
+    rows: Tensor, weights: Weights, activation: Activation, counts: Sequence[int], queue: WeightQueue, *,
+    blocked: bool | None = None,
+) -> Tensor:
+    """rows [rows, hidden], the first counts[0] of expert 0 and so on -> [rows, hidden].
+
+    `blocked`: expert by expert, or layer by layer; None: as suits the device.
+    """
+    if not rows.is_cuda if blocked is None else blocked:
+        return _BlockedExperts.apply(rows, weights, activation, counts, queue)
+    inner = activation.forward(grouped_linear(rows, weights.up, weights.up_bias, counts, queue))
+    return grouped_linear(inner, weights.down, weights.down_bias, counts, queue)
+
+
 class Experts(nn.Module):
     """Rows [rows, hidden] of this rank's experts -> the same, as a partial sum over the expert-tensor axis.
 
@@ -96,7 +202,7 @@ class Experts(nn.Module):
         self, model: ModelConfig, mesh: Mesh, *, experts: int, ffn: int, axis: str, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation, self.queue = ACTIVATIONS[model.activation], mesh.weights
+        self.activation, self.queue = TWO_WAY[model.activation], mesh.weights
         self.adds_bias = mesh.expert_tensor.index == 0
         inner, cut = ((2, ffn), (None, "expert_tensor")) if model.gated else ((ffn,), ("expert_tensor",))
         initial = Initial(model.init_method_std)
@@ -113,6 +219,5 @@ class Experts(nn.Module):
         self.down_bias = own("down_bias", (model.hidden_size,), (None,), ZEROS) if model.bias else None
 
     def forward(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        inner = self.activation(grouped_linear(rows, self.up, self.up_bias, counts, self.queue))
-        bias = self.down_bias if self.adds_bias else None
-        return grouped_linear(inner, self.down, bias, counts, self.queue)
+        weights = Weights(self.up, self.up_bias, self.down, self.down_bias if self.adds_bias else None)
+        return feed_forward(rows, weights, self.activation, counts, self.queue)

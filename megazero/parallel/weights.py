@@ -22,6 +22,14 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+def add_product_(grad: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left [out, rows] x right [rows, in] to grad [out, in], which may be of a wider dtype."""
+    if grad.dtype == left.dtype:
+        grad.addmm_(left, right)
+    else:
+        grad.add_(left @ right)
+
+
 class WeightQueue:
     """One per stage, made with the stage and handed to its layers.
 
@@ -60,11 +68,7 @@ class WeightQueue:
         """Add left [out, rows] x right [rows, in] to the gradient of a parameter of out x in elements."""
         if not parameter.requires_grad:
             return
-        grad = self.gradient(parameter).view(left.shape[0], right.shape[1])
-        if grad.dtype == left.dtype:
-            grad.addmm_(left, right)
-        else:
-            grad.add_(left @ right)
+        add_product_(self.gradient(parameter).view(left.shape[0], right.shape[1]), left, right)
         self.arrived(parameter)
 
     def add_products_(self, parameter: nn.Parameter, left: Tensor, right: Tensor, counts: Sequence[int]) -> None:
@@ -73,14 +77,8 @@ class WeightQueue:
         if not parameter.requires_grad:
             return
         grads = self.gradient(parameter).view(len(counts), left.shape[0], right.shape[1])
-        parts = zip(grads, left.split(counts, 1), right.split(counts), counts, strict=True)
-        for grad, a, b, rows in parts:
-            if not rows:
-                continue
-            if grad.dtype == left.dtype:
-                grad.addmm_(a, b)
-            else:
-                grad.add_(a @ b)
+        for grad, a, b in zip(grads, left.split(counts, 1), right.split(counts), strict=True):
+            add_product_(grad, a, b)
         self.arrived(parameter)
 
     def add_rows_(self, parameter: nn.Parameter, rows: Tensor, values: Tensor) -> None:

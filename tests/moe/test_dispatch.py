@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
 from megazero.config import ModelConfig
+from megazero.moe.activations import TWO_WAY
 from megazero.moe.dispatch import Dispatch, Ranks, plan_journey
-from megazero.moe.experts import Experts, grouped_mm
+from megazero.moe.experts import BLOCK, Experts, Weights, feed_forward, grouped_mm
 from megazero.parallel.groups import mesh_on_paper, open_mesh
 from megazero.parallel.params import collect, initialize
 from megazero.parallel.shard import ShardSpec
 from megazero.parallel.topology import Topology
+from megazero.parallel.weights import WeightQueue
 from tests.harness import on_ranks
 
 HIDDEN, FFN, EXPERTS, TOKENS, STD = 8, 12, 8, 6, 0.5
@@ -94,7 +97,7 @@ def by_hand(kind: str, topk: int, model: ModelConfig) -> dict:
         for number in range(topk):
             e = chosen[token, number]
             inner = experts.up[e].flatten(0, -2) @ x[token]
-            inner = experts.activation(inner if experts.up_bias is None else inner + experts.up_bias[e])
+            inner = experts.activation.forward(inner if experts.up_bias is None else inner + experts.up_bias[e])
             out = experts.down[e] @ inner
             out = out if experts.down_bias is None else out + experts.down_bias[e]
             weighted = out * weights[token, number] * kept[token, number]
@@ -152,3 +155,37 @@ def test_the_grouped_product_of_torch_is_the_one_by_hand() -> None:
         for own in (None, bias):
             ours, theirs = (grouped_mm(rows, matrices, counts, bias=own, grouped=grouped) for grouped in (False, True))
             torch.testing.assert_close(ours, theirs)
+
+
+def gradients(activation: str, bias: bool, counts: list[int], *, blocked: bool, deferred: bool) -> list[Tensor]:
+    """Output of experts and all gradients, which two backwards have added up."""
+    g = torch.Generator().manual_seed(0)
+    gated = activation == "swiglu"
+    shapes = [(4, 2, FFN, HIDDEN) if gated else (4, FFN, HIDDEN), (4, 2, FFN) if gated else (4, FFN), (4, HIDDEN, FFN),
+              (4, HIDDEN)]
+    up, up_bias, down, down_bias = (
+        torch.nn.Parameter(torch.randn(shape, generator=g, dtype=torch.float64)) for shape in shapes
+    )
+    weights = Weights(up, up_bias if bias else None, down, down_bias if bias else None)
+    rows = torch.randn(sum(counts), HIDDEN, generator=g, dtype=torch.float64).requires_grad_()
+    queue = WeightQueue()
+    for turn in range(2):
+        y = feed_forward(rows, weights, TWO_WAY[activation], counts, queue, blocked=blocked)
+        with queue.deferring() if deferred else nullcontext([]) as work:
+            (y * torch.arange(1, HIDDEN + 1)).sum().backward()
+        assert turn or (up.grad is None) == deferred
+        for late in work:
+            late()
+    return [y.detach(), rows.grad, *(p.grad for p in weights if p is not None)]
+
+
+@pytest.mark.parametrize("activation", TWO_WAY)
+def test_experts_block_by_block_are_experts_layer_by_layer(activation: str) -> None:
+    """What a CPU runs and what a GPU runs, at once and deferred; an expert of more rows than a block has, and one
+    without any. The layer-by-layer way has autograd's own derivative of the activation."""
+    for bias, counts in ((True, [3, 0, 2 * BLOCK + 5, 1]), (False, [0, 7, 0, 2])):
+        want = gradients(activation, bias, counts, blocked=False, deferred=False)
+        for deferred in (False, True):
+            found = gradients(activation, bias, counts, blocked=True, deferred=deferred)
+            for got, wanted in zip(found, want, strict=True):
+                torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,266 @@
+"""One MoE layer, forward and backward, beside other people's and a dense feed-forward of the same active operations.
+
+All contenders have the same weights, see the same tokens, and drop none; they take turns in the same processes, and
+medians of the ratios within a round are compared, so that a machine with other work is fair to all. At degree 2 two
+processes share the tokens; of the peers only DeepSpeed then shares the experts, the others hold them all twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
+
+from megazero.config import ModelConfig  # noqa: E402
+from megazero.config_moe import MoEConfig  # noqa: E402
+from megazero.data.batch import MicroBatch  # noqa: E402
+from megazero.moe.layer import MoELayer, MoESetup  # noqa: E402
+from megazero.parallel.groups import mesh_on_paper, open_mesh  # noqa: E402
+from megazero.parallel.params import collect, initialize  # noqa: E402
+from megazero.parallel.topology import Topology  # noqa: E402
+from megazero.pipe.output import hidden_of  # noqa: E402
+
+OURS, DENSE, LOOP = "megazero", "dense", "plain loop"
+SEQUENCES = 4
+STD = 0.05
+
+Layer = Callable[[Tensor], Tensor]      # [seq, batch, hidden] -> the same
+
+
+class Dense(nn.Module):
+    """A gated feed-forward as wide as the experts of one token together."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_up, self.down = nn.Linear(hidden, 2 * ffn, bias=False), nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Loop(nn.Module):
+    """Experts one after the other, each on the tokens that chose it: how it is first written."""
+
+    def __init__(self, hidden: int, ffn: int, experts: int, topk: int) -> None:
+        super().__init__()
+        self.topk = topk
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = nn.ModuleList(Dense(hidden, ffn) for _ in range(experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(self.topk)
+        weights = weights / weights.sum(-1, keepdim=True) if self.topk > 1 else weights
+        y = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            token, place = torch.where(chosen == number)
+            y = y.index_add(0, token, expert(tokens[token]) * weights[token, place].unsqueeze(-1))
+        return y.view_as(x)
+
+
+def our_layer(args: argparse.Namespace, topk: int, degree: int) -> MoELayer:
+    """The layer as a block of a model has it, with its router's statistics and a balancing loss."""
+    topology = Topology(data=degree, expert=degree)
+    mesh = open_mesh(topology) if degree > 1 else mesh_on_paper(topology, 0)
+    model = ModelConfig(
+        num_layers=1, hidden_size=args.hidden, num_attention_heads=1, seq_length=args.tokens, activation="swiglu",
+        ffn_hidden_size=args.ffn, disable_bias_linear=True, init_method_std=STD,
+    )
+    moe = MoEConfig(
+        num_experts=(args.experts,), moe_router_topk=topk, moe_router_pre_softmax=topk == 1, moe_aux_loss_coeff=(0.01,)
+    )
+    layer = MoELayer(MoESetup(model, moe, 0, args.experts), mesh)
+    initialize(collect([("layer", layer)]), topology, mesh.rank, seed=1)
+    return layer
+
+
+def whole_weights(args: argparse.Namespace, topk: int) -> dict[str, Tensor]:
+    """Those of our layer on one rank, by name, for the peers."""
+    return {name: value.detach() for name, value in our_layer(args, topk, 1).named_parameters()}
+
+
+def filled(expert: Dense, weights: dict[str, Tensor], number: int) -> Dense:
+    expert.gate_up.weight.data.copy_(weights["experts.up"][number].flatten(0, 1))
+    expert.down.weight.data.copy_(weights["experts.down"][number])
+    return expert
+
+
+def loop_layer(args: argparse.Namespace, topk: int) -> Loop:
+    weights, loop = whole_weights(args, topk), Loop(args.hidden, args.ffn, args.experts, topk)
+    loop.router.weight.data.copy_(weights["router.weight"])
+    for number, expert in enumerate(loop.experts):
+        filled(expert, weights, number)
+    return loop
+
+
+def mixtral_layer(args: argparse.Namespace, topk: int, way: str) -> nn.Module:
+    """transformers' block; it divides the weights by their sum, so for one choice they are all 1."""
+    mixtral = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    config = mixtral.MixtralConfig(
+        hidden_size=args.hidden, intermediate_size=args.ffn, num_local_experts=args.experts, num_experts_per_tok=topk,
+        experts_implementation=way,
+    )
+    block, weights = mixtral.MixtralSparseMoeBlock(config), whole_weights(args, topk)
+    block.gate.weight.data.copy_(weights["router.weight"])
+    block.experts.gate_up_proj.data.copy_(weights["experts.up"].flatten(1, 2))
+    block.experts.down_proj.data.copy_(weights["experts.down"])
+    return block
+
+
+def deepspeed_layer(args: argparse.Namespace, topk: int, degree: int) -> Layer:
+    """DeepSpeed's, without drops: its buffers are as large as the fullest expert asks."""
+    moe = importlib.import_module("deepspeed.moe.layer")
+    weights = whole_weights(args, topk)
+    layer = moe.MoE(
+        args.hidden, Dense(args.hidden, args.ffn), args.experts, ep_size=degree, k=topk, drop_tokens=False,
+        use_rts=False, top2_2nd_expert_sampling=False,
+    )
+    layer.set_deepspeed_parallelism()
+    layer.deepspeed_moe.gate.wg.weight.data.copy_(weights["router.weight"])
+    first = dist.get_rank() * args.experts // degree if degree > 1 else 0
+    for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+        filled(expert, weights, first + number)
+    return lambda x: layer(x)[0]
+
+
+def contenders(args: argparse.Namespace, topk: int, degree: int) -> dict[str, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """All that can run here: x -> (output, losses of the layer's own)."""
+    ours = our_layer(args, topk, degree)
+    batch = MicroBatch(torch.empty(0, 0, dtype=torch.int64), draw=(1, 1, 1), auxiliary=1.0)
+
+    def run_ours(x: Tensor) -> tuple[Tensor, ...]:
+        out = ours(x, batch)
+        return hidden_of(out), out.loss
+
+    peers: dict[str, Layer] = {DENSE: Dense(args.hidden, topk * args.ffn), LOOP: loop_layer(args, topk)}
+    if importlib.util.find_spec("transformers") is not None:
+        for way in ("eager", "grouped_mm"):
+            peers[f"Mixtral, {way}"] = mixtral_layer(args, topk, way)
+    if importlib.util.find_spec("deepspeed") is not None:
+        peers["DeepSpeed"] = deepspeed_layer(args, topk, degree)
+    return {OURS: run_ours} | {name: lambda x, layer=layer: (layer(x),) for name, layer in peers.items()}
+
+
+def step(run: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, grad: Tensor) -> Tensor:
+    """Forward and backward; the output."""
+    x = x.clone().requires_grad_()
+    y, *losses = run(x)
+    torch.autograd.backward([y, *losses], [grad, *(None for _ in losses)])
+    return y.detach()
+
+
+def race(rank: int, folder: str, args: argparse.Namespace, degree: int) -> None:
+    """One of the processes: rounds in which each contender has its turn; rank 0 leaves the seconds in a file."""
+    torch.set_num_threads(args.threads)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(degree)}  # DeepSpeed asks for them
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", degree), rank=rank, world_size=degree)
+    if importlib.util.find_spec("deepspeed") is not None:
+        importlib.import_module("deepspeed").init_distributed("gloo")
+    generator = torch.Generator().manual_seed(rank)
+    shape = (args.tokens // degree // SEQUENCES, SEQUENCES, args.hidden)
+    x, grad = torch.randn(2, *shape, generator=generator).unbind()
+    told: dict[str, Any] = {}
+    for topk in args.topk:
+        found = contenders(args, topk, degree)
+        check_equal({name: step(run, x, grad) for name, run in found.items()}, topk)
+        seconds: dict[str, list[float]] = {name: [] for name in found}
+        for turn in range(args.rounds):
+            gc.collect()
+            for name in list(found) if turn % 2 else reversed(list(found)):
+                dist.barrier()
+                start = time.perf_counter()
+                step(found[name], x, grad)
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - start)
+        told[str(topk)] = seconds
+    if rank == 0:
+        Path(folder, "seconds").write_text(json.dumps(told))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def check_equal(outputs: dict[str, Tensor], topk: int) -> None:
+    """All but the dense one compute the same layer; those that weigh a single choice by 1 are told apart by that."""
+    for name, y in outputs.items():
+        alike = name != DENSE and not (topk == 1 and name.startswith("Mixtral"))
+        off = ((y - outputs[LOOP]).norm() / outputs[LOOP].norm()).item()
+        assert not alike or off < 1e-4, f"{name} computes another layer: {off:.1e}"
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each degree, number of choices and contender: median milliseconds, and medians of the round-by-round
+    ratios over the dense feed-forward and over the fastest peer."""
+    rows = []
+    for degree in args.degree:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(race, (folder, args, degree), nprocs=degree)
+            told = json.loads(Path(folder, "seconds").read_text())
+        for topk, seconds in told.items():
+            peers = [name for name in seconds if name not in (OURS, DENSE)]
+            fastest = min(peers, key=lambda name: statistics.median(seconds[name]))
+            for name, taken in seconds.items():
+                rows.append({
+                    "degree": degree, "topk": int(topk), "layer": name,
+                    "milliseconds": 1e3 * statistics.median(taken),
+                    "over_dense": median_ratio(taken, seconds[DENSE]),
+                    "over_the_fastest_peer": median_ratio(taken, seconds[fastest]),
+                    "over_the_loop": median_ratio(taken, seconds[LOOP]),
+                })  # fmt: skip
+    return rows
+
+
+def median_ratio(a: Iterable[float], b: Iterable[float]) -> float:
+    return statistics.median(x / y for x, y in zip(a, b, strict=True))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--hidden", type=int, default=256)
+    add("--ffn", type=int, default=1024)
+    add("--experts", type=int, default=8)
+    add("--tokens", type=int, default=2048, help="of all processes together; default: 2048")
+    add("--topk", type=int, nargs="+", default=[1, 2])
+    add("--degree", type=int, nargs="+", default=[1, 2], help="processes that share the experts; default: 1 2")
+    add("--threads", type=int, default=1, help="of each process; default: 1")
+    add("--rounds", type=int, default=15, help="of which medians are taken; default: 15")
+    add("--json", metavar="FILE", help="write the numbers to FILE as well")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    rows = measure(args)
+    for name in ("transformers", "deepspeed"):
+        if importlib.util.find_spec(name) is None:
+            print(f"{name} is left out: it is not installed")
+    print(f"{'degree':>6}{'top':>5}  {'':22}{'ms':>8}{'/ dense':>9}{'/ fastest peer':>16}{'/ loop':>8}")
+    for row in rows:
+        degree, topk, name, *figures = row.values()
+        ms, dense, fastest, loop = figures
+        print(f"{degree:6}{topk:5}  {name:22}{ms:8.1f}{dense:9.3f}{fastest:16.3f}{loop:8.3f}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
