@@ -1,6 +1,7 @@
-"""Cross entropy over a vocabulary that is cut over the tensor axis: fp32 (fp64 for fp64), exact for any cut.
+"""Cross entropy and KL divergence over a vocabulary that is cut over the tensor axis: fp32 (fp64 for fp64), exact for
+any cut.
 
-Per token, over the V real entries of the vocabulary, with m = max_i x_i and Z = sum_i exp(x_i - m):
+Cross entropy per token, over the V real entries of the vocabulary, with m = max_i x_i and Z = sum_i exp(x_i - m):
     nll      = log Z - (x_target - m)
     smoothed = (1 - s) nll + s (log Z - mean_i (x_i - m)),   s = a V / (V - 1) for label smoothing a
     d/dx_i   = exp(x_i - m) / Z - (1 - s) [i = target] - s / V
@@ -85,3 +86,57 @@ def vocab_parallel_cross_entropy(
     """
     flat = _VocabParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), vocab, smoothing, group)
     return flat.view(labels.shape)
+
+
+class _VocabParallelDivergence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, student: Tensor, teacher: Tensor, vocab: int, temperature: float, group: Group
+    ) -> Tensor:
+        exact = torch.promote_types(student.dtype, torch.float32)
+        real = max(0, min(student.shape[1], vocab - group.index * student.shape[1]))
+        tops = student.new_full((2, student.shape[0]), -torch.inf, dtype=exact)
+        sums = student.new_zeros(3, student.shape[0], dtype=exact)        # both Z, sum of exp(a - top) (a - b)
+        if real:
+            tops[0], tops[1] = student[:, :real].amax(1), teacher[:, :real].amax(1)
+        tops = all_reduce(tops, group, "max") / temperature
+        for rows in _chunks(student) if real else []:
+            b = student[rows, :real].to(exact) / temperature - tops[0, rows].unsqueeze(1)
+            a = teacher[rows, :real].to(exact) / temperature - tops[1, rows].unsqueeze(1)
+            apart = a - b
+            sums[0, rows] = b.exp_().sum(1)
+            sums[1, rows] = a.exp_().sum(1)
+            sums[2, rows] = (a * apart).sum(1)
+        all_reduce(sums, group)
+        log_z = sums[:2].log()
+        ctx.save_for_backward(student, teacher, tops + log_z)
+        ctx.real, ctx.temperature = real, temperature
+        return sums[2] / sums[1] + log_z[0] - log_z[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        student, teacher, log_normalizers = ctx.saved_tensors
+        out = torch.zeros_like(student)
+        for rows in _chunks(student) if ctx.real else []:
+            q, p = (
+                (x[rows, : ctx.real].to(log.dtype) / ctx.temperature - log[rows].unsqueeze(1)).exp_()
+                for x, log in zip((student, teacher), log_normalizers, strict=True)
+            )
+            out[rows, : ctx.real] = q.sub_(p).mul_((grad[rows] / ctx.temperature).unsqueeze(1))
+        return out, None, None, None, None
+
+
+def vocab_parallel_divergence(
+    student: Tensor, teacher: Tensor, *, vocab: int, temperature: float, group: Group
+) -> Tensor:
+    """KL(softmax(teacher / T) || softmax(student / T)) per token [seq, batch], fp32 or fp64, over the `vocab` real
+    entries, with a gradient for the student alone. Both logits are [seq, batch, padded vocab / tensor].
+
+    With a = teacher / T and b = student / T, each less its maximum, and Z their sums of exponentials:
+        KL     = sum_i exp(a_i) (a_i - b_i) / Z_a + log Z_b - log Z_a
+        d/dz_i = (exp(b_i) / Z_b - exp(a_i) / Z_a) / T for the student's logits z
+
+    Source: Hinton et al., 2015 (arXiv 1503.02531), section 2, for softened probabilities.
+    """
+    flat = _VocabParallelDivergence.apply(student.flatten(0, 1), teacher.flatten(0, 1), vocab, temperature, group)
+    return flat.view(student.shape[:2])
