@@ -182,10 +182,11 @@ class PipeEngine:
         elif op.stage:                                    # the stage below lives on this very rank
             below = step.live[op.stage - 1, op.micro]
             live.entry = _detached(below.exit, step.training)
+            below.exit = _with_gradients(below.exit)
             if not step.training:
                 del step.live[op.stage - 1, op.micro]
         out = self._run_stage(op, live.entry, step)
-        live.exit = hidden_of(out)
+        live.entry, live.exit = _with_gradients(live.entry), hidden_of(out)
         if isinstance(out, WithLoss):
             live.loss = out.loss
             add_reports_(step.reports, out.reports)
@@ -277,6 +278,8 @@ class PipeEngine:
         are_spent = self._spent.get(place, ())
         spent = [x.untyped_storage() for x, is_spent in zip(tensors, are_spent, strict=False) if is_spent]
         self._send([x.detach() for x in tensors], op.peer, step, spent)
+        if step.training:
+            step.of(op).exit = _with_gradients(out)
 
     def _recv_activation(self, op: RecvActivation, step: _Step) -> None:
         live, place = step.of(op), step.place(op.stage)
@@ -310,6 +313,13 @@ def _detached(x: Hidden, training: bool) -> Hidden:
     if isinstance(x, Tensor):
         return x.detach().requires_grad_(training and x.requires_grad)
     return tuple(_detached(part, training) for part in x)
+
+
+def _with_gradients(x: Hidden | None) -> Hidden | None:
+    """What a backward will ask for: of several tensors those without gradient are emptied, for they are used."""
+    if not isinstance(x, tuple):
+        return x
+    return tuple(t if t.requires_grad else t.new_empty(0) for t in x)
 
 
 def _storage(x: Tensor) -> int:

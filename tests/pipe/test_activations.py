@@ -200,3 +200,32 @@ def test_an_output_that_is_a_parameter_is_not_freed(is_view):
     weight, grad = on_ranks(2, hand_on_a_parameter, is_view)[0]
     assert torch.equal(weight, torch.ones_like(weight))
     assert grad[:2].eq(8.0).all() and grad[2:].eq(0.0 if is_view else 8.0).all()
+
+
+def count_asides(ranks, chunks, name, micros):
+    """Most tensors without gradient, handed on beside one that has it, that live on this rank at once."""
+    mesh, stages = open_mesh(Topology(pipeline=ranks)), ranks * chunks
+    programs = add_communication(SCHEDULES[name](ranks, micros, chunks), stages)
+    weight, alive, most = torch.ones(4, requires_grad=True), [], [0]
+
+    def part(x, batch, *, last):
+        y, aside = (weight, torch.zeros(4)) if x is None else x
+        assert aside.shape == (4,)
+        if last:
+            return (y * 2.0 + aside).sum()
+        aside = aside + 1.0
+        alive.append(weakref.ref(aside.untyped_storage()))
+        most[0] = max(most[0], sum(seen() is not None for seen in alive))
+        return y * 2.0, aside
+
+    mine = [s for s, home in enumerate(SCHEDULES[name].homes(ranks, chunks)) if home == mesh.stage]
+    parts = {s: functools.partial(part, last=s == stages - 1) for s in mine}
+    engine = PipeEngine(parts, stages - 1, Wires(mesh.pipeline, edges_of(programs)), **options)
+    engine.run(programs[mesh.stage], [None] * micros)
+    return most[0]
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "name"), [(2, 1, "gpipe"), (2, 2, "interleaved")])
+def test_what_no_gradient_comes_back_for_is_forgotten_when_it_is_used(ranks, chunks, name):
+    """A teacher's hidden states, say: the one being made and those under way."""
+    assert max(on_ranks(ranks, count_asides, ranks, chunks, name, 16)) <= SENDS_UNDER_WAY + 1
