@@ -116,6 +116,7 @@ class Plan:
     rules: DocumentRules
     checkpoint: Path | None         # to start from
     reached: Mapping[str, object]   # how far the checkpoint is
+    start: Progress                 # where the run starts
     changed: tuple[str, ...]        # settings that differ from the checkpoint's
     stages: list[StagePlan]         # what each pipeline rank holds, on paper
 
@@ -137,7 +138,8 @@ def prepare(config: Config, world: World) -> Plan:
     checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
     index = None if checkpoint is None else read_index(checkpoint)[0]
     reached = {} if index is None else index.progress
-    check_save(config, checkpoint, reached)
+    start = snapshot.start_of(config.checkpoint, checkpoint, reached)
+    check_save(config, checkpoint, start)
     changed: tuple[str, ...] = ()
     iterations = config.batch.iterations(sizes, seq_length=config.model.seq_length)
     if index is not None:
@@ -148,9 +150,8 @@ def prepare(config: Config, world: World) -> Plan:
         if not config.checkpoint.finetune:
             config = with_agreed_schedule(saved, config)
             schedule_of(config, sizes)
-            done, consumed = (int(reached[name]) for name in ("iteration", "consumed_samples"))
             iterations = config.batch.iterations(
-                sizes, seq_length=config.model.seq_length, done=done, consumed_samples=consumed
+                sizes, seq_length=config.model.seq_length, done=start.iteration, consumed_samples=start.consumed_samples
             )
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
@@ -158,7 +159,7 @@ def prepare(config: Config, world: World) -> Plan:
     layers, topology, how = layers_of(config, vocab), topology_of(config, world.size), pipelining_of(config)
     return Plan(
         config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, reached,
-        changed, plan_stages(layers, topology, how),
+        start, changed, plan_stages(layers, topology, how),
     )
 
 
@@ -390,7 +391,7 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     return feeds
 
 
-def check_save(config: Config, checkpoint: Path | None, reached: Mapping[str, object]) -> None:
+def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None:
     """Raises ValueError where --save could not be made or written to, or holds what this run would mix itself with:
     checkpoints later than the one it starts from, unless --ckpt-step goes back on purpose. Makes nothing."""
     if config.checkpoint.save is None or config.batch.skip_train:
@@ -398,14 +399,11 @@ def check_save(config: Config, checkpoint: Path | None, reached: Mapping[str, ob
     root = Path(config.checkpoint.save)
     check_folder("--save", root)
     newest = latest(root, say=lambda line: None)
-    start = 0
-    if checkpoint is not None and not config.checkpoint.finetune:
-        start = int(reached["iteration"])
     goes_back = config.checkpoint.ckpt_step is not None and checkpoint is not None and checkpoint.parent == root
-    if newest is not None and newest > start and not goes_back:
+    if newest is not None and newest > start.iteration and not goes_back:
         raise ValueError(
-            f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration {start}: "
-            "give another folder, go on from there (--load, --auto-resume), or remove what is later"
+            f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration "
+            f"{start.iteration}: give another folder, go on from there (--load, --auto-resume), or remove what is later"
         )
 
 
@@ -440,16 +438,14 @@ def load(plan: Plan, machine: Machine, metrics: Metrics) -> Progress:
             metrics.say(f"--auto-resume: nothing to resume in {config.checkpoint.save}, starting anew")
         return Progress()
     weights_only = config.checkpoint.finetune or config.checkpoint.no_load_optim or config.batch.skip_train
-    progress = snapshot.load(
+    snapshot.load(
         plan.checkpoint, machine.optimizer, machine.mesh, moments=not weights_only,
         verify=config.checkpoint.verify_checkpoint,
     )
-    if config.checkpoint.finetune:
-        progress = Progress()
     if plan.changed:
         metrics.say(f"changed since the checkpoint: {'; '.join(plan.changed)}")
-    metrics.say(f"loaded {plan.checkpoint}, going on after iteration {progress.iteration}")
-    return progress
+    metrics.say(f"loaded {plan.checkpoint}, going on after iteration {plan.start.iteration}")
+    return plan.start
 
 
 def saver_of(config: Config, machine: Machine, metrics: Metrics) -> Saver:

@@ -24,6 +24,7 @@ class CheckpointConfig:
     use_checkpoint_args: bool = flag(False, "model settings that no flag gives are those of the checkpoint in --load")
     finetune: bool = flag(False, "load weights only and start at iteration 0")
     no_load_optim: bool = flag(False, "do not load the optimizer's moments")
+    reset_iteration: bool = flag(False, "count iterations from 0 after --load, and go on with everything else")
     verify_checkpoint: bool = flag(True, "compare checksums of all that is loaded; --no-verify-checkpoint does not")
 
     @property
@@ -39,6 +40,8 @@ class CheckpointConfig:
             raise ValueError("--auto-resume needs --save")
         if self.ckpt_step is not None and self.load is None and not self.auto_resume:
             raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
+        if self.reset_iteration and self.load is None:
+            raise ValueError("--reset-iteration needs --load")
         if self.use_checkpoint_args and self.load is None:
             raise ValueError("--use-checkpoint-args needs --load")
         every = self.save_retain_interval

@@ -102,7 +102,7 @@ REFUSED = {
         fp8-recipe""",
     "products of bf16 without its own rounding of partial sums": "disable-bf16-reduced-precision-matmul",
     "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
-    "DeepSpeed checkpoints": "load-tag universal-checkpoint reset-iteration no-load-lr-state",
+    "DeepSpeed checkpoints": "load-tag universal-checkpoint no-load-lr-state",
     "rounding the global batch down": "decrease-batch-size-if-needed",
     "context parallelism": """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes
         ds-sequence-parallel-size ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size

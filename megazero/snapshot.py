@@ -6,10 +6,12 @@ rank ends with the same one line.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from .checkpoint import Reader, Wanted, folder_of, latest
 from .checkpoint_index import INDEX, Index
+from .config_checkpoint import CheckpointConfig
 from .parallel.collectives import together
 from .parallel.groups import Mesh
 from .parallel.zero import ZeroOptimizer
@@ -46,6 +48,16 @@ def find(root: Path, step: int | None, *, speaks: bool) -> Path | None:
     if step is None:
         step = latest(root, say=print if speaks else lambda line: None)
     return folder_of(root, step) if step is not None and (folder_of(root, step) / INDEX).is_file() else None
+
+
+def start_of(asked: CheckpointConfig, folder: Path | None, reached: Mapping[str, object]) -> Progress:
+    """Where a run starts: as far as the checkpoint in `folder` has `reached`, or at zero. A run that goes on from its
+    own saves has counted from 0 before (--reset-iteration)."""
+    if folder is None or asked.finetune:
+        return Progress()
+    progress = Progress(**{name: reached[name] for name in vars(Progress()) if name in reached})
+    goes_on = asked.auto_resume and folder.parent == Path(asked.save)
+    return progress.recounted() if asked.reset_iteration and not goes_on else progress
 
 
 def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, verify: bool = True) -> Progress:

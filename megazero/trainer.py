@@ -37,14 +37,19 @@ class Progress:
     skipped: int = 0                # of the iterations, how many made no update for overflow
     skipped_samples: int = 0
     skipped_tokens: int = 0
+    earlier: int = 0                # updates before the iterations were counted from 0 again
 
     @property
     def done(self) -> Done:
         """What schedules count: steps that made an update."""
         return Done(
-            self.iteration - self.skipped, self.consumed_samples - self.skipped_samples,
+            self.earlier + self.iteration - self.skipped, self.consumed_samples - self.skipped_samples,
             self.consumed_tokens - self.skipped_tokens,
         )
+
+    def recounted(self) -> Progress:
+        """The same, but that iterations are counted from 0 again."""
+        return replace(self, iteration=0, skipped=0, earlier=self.done.updates)
 
 
 @dataclass(frozen=True)

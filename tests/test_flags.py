@@ -107,6 +107,7 @@ ALONG = {
     "auto_resume": "--save x --save-interval 3",
     "ckpt_step": "--load x",
     "use_checkpoint_args": "--load x",
+    "reset_iteration": "--load x",
     "world_size": "--print-layout",
     "rampup_batch_size": "--global-batch-size 8",
     "valid_data_path": "--train-data-path x",

@@ -103,6 +103,30 @@ def test_dropout_is_on_in_these_runs() -> None:
     assert train(DROPOUT).losses[0] != train("").losses[0]
 
 
+def test_iterations_count_from_zero_again_and_all_else_goes_on(tmp_path: Path) -> None:
+    """--reset-iteration: data, moments and rates are those of steps 4 to 6, and so they are after a second resume."""
+    flags = "--fp64 --lr-decay-style cosine --lr-warmup-iters 2 --min-lr 1e-5 --lr-decay-iters 6"
+    straight = train(f"{flags} --train-iters 6 --save {tmp_path / 'a'} --save-interval 3")
+    again = f"{flags} --train-iters 3 --load {tmp_path / 'a'} --ckpt-step 3 --reset-iteration"
+    reset = train(f"{again} --save {tmp_path / 'b'} --save-interval 2")
+    assert printed(reset) == printed(straight, 3)
+    assert [step["iteration"] for step in reset.steps] == [1, 2, 3]
+    gone_on = train(f"{flags} --train-iters 3 --load {tmp_path / 'b'} --ckpt-step 2")
+    assert printed(gone_on) == printed(reset, 2)
+    assert all(torch.equal(gone_on.state[key], straight.state[key]) for key in straight.state)
+    with pytest.raises(ValueError, match="--reset-iteration needs --load"):
+        parse(f"{SMALL} --reset-iteration".split())
+
+
+def test_a_run_that_counted_anew_goes_on_from_its_own_saves(tmp_path: Path) -> None:
+    """The same command again, after an interruption: --auto-resume finds what it has saved, and counts on."""
+    train(f"--train-iters 3 --save {tmp_path / 'a'} --save-interval 3")
+    flags = f"--train-iters 4 --load {tmp_path / 'a'} --reset-iteration --save {tmp_path / 'b'} --save-interval 2"
+    first = train(f"{flags} --auto-resume", iterations=2)
+    second = train(f"{flags} --auto-resume")
+    assert [step["iteration"] for step in first.steps + second.steps] == [1, 2, 3, 4]
+
+
 # ---------------------------------------------------------------------------------------------------- other layouts
 
 
