@@ -100,7 +100,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.heads = (-1, model.queries_per_group + 2, model.head_dim)
         self.interleaved = model.rotary_interleaved
-        self.frequencies = rotary_frequencies(model)           # float64 [rotary_dim / 2], on the CPU
+        self.frequencies = rotary_frequencies(model).to(torch.get_default_device())     # float64 [rotary_dim / 2]
 
     def forward(self, fused: Tensor, positions: Tensor | None) -> Tensor:
         """Turn queries and keys of a fused projection [seq, batch, fused / tensor], in place; values stay."""
@@ -116,13 +116,14 @@ class Rotary(nn.Module):
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
-    """Angle per position of each pair of dims, float64 [rotary_dim / 2]; with Llama 3's scaling if asked.
+    """Angle per position of each pair of dims, float64 [rotary_dim / 2] on the CPU; with Llama 3's scaling if asked.
 
     Wavelengths above original / low factor turn `rope_scaling_factor` times slower, those below original / high
     factor stay, and between the two the frequencies are blended linearly in original / wavelength.
     """
-    base = torch.tensor(float(model.rotary_base), dtype=torch.float64)
-    frequencies = base ** (-torch.arange(0, model.rotary_dim, 2, dtype=torch.float64) / model.rotary_dim)
+    base = torch.tensor(float(model.rotary_base), dtype=torch.float64, device="cpu")
+    pairs = torch.arange(0, model.rotary_dim, 2, dtype=torch.float64, device="cpu")     # on meta this loads a compiler
+    frequencies = base ** (-pairs / model.rotary_dim)
     if not model.use_rope_scaling:
         return frequencies
     turns = model.rope_original_max_positions * frequencies / (2 * math.pi)    # original length / wavelength

@@ -241,6 +241,15 @@ def test_without_triton_the_script_trains_on_the_torch_path(capsys: pytest.Captu
     assert refused.code == 2 and refused.stderr.count("\n") == 1 and "triton is not installed here" in refused.stderr
 
 
+COMPILER = "import sys, pretrain_gpt; pretrain_gpt.main(sys.argv[1:]); print('torch._dynamo' in sys.modules)"
+
+
+def test_a_run_loads_no_compiler() -> None:
+    """torch's own takes seconds of every rank's start, and some operations on its meta device import it."""
+    (ended,) = run_script(["-c", COMPILER, *f"{SMALL} {LLAMA} --train-iters 1".split()])
+    assert ended.code == 0 and ended.stdout.splitlines()[-1] == "False", ended.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
 def test_triton_by_name_is_refused_where_it_cannot_run() -> None:
     """C139: with triton but without a GPU or Triton's interpreter."""
