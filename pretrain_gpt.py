@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from megazero import snapshot
 from megazero.batch_sizes import BatchSizes, constant
 from megazero.checkpoint import Writing, folder_of, latest
 from megazero.checkpoint_index import read_index
-from megazero.config import Config, DataConfig, LoggingConfig, check_world
+from megazero.config import Config, DataConfig, LoggingConfig, RunConfig, check_world
 from megazero.data.corpora import left_out, open_samples
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
@@ -35,6 +36,7 @@ from megazero.machine import Machine, Pipelining, Setup, assemble
 from megazero.metrics import Metrics, check_folder, check_places
 from megazero.moe.pyramid import describe_experts
 from megazero.moe.statistics import statistics_of
+from megazero.moe.students import Teacher
 from megazero.parallel.collectives import AgreedError, gather_objects
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.topology import Topology
@@ -48,6 +50,7 @@ from megazero.resume import check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
+from megazero.teacher import find_teacher, taught
 from megazero.trainer import Feed, Progress, Schedules, Trainer
 
 TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
@@ -117,6 +120,7 @@ class Plan:
     checkpoint: Path | None         # to start from
     reached: Mapping[str, object]   # how far the checkpoint is
     start: Progress                 # where the run starts
+    teacher: Teacher | None         # from the start on
     changed: tuple[str, ...]        # settings that differ from the checkpoint's
     stages: list[StagePlan]         # what each pipeline rank holds, on paper
 
@@ -155,11 +159,16 @@ def prepare(config: Config, world: World) -> Plan:
             )
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
-    use_triton(torch.empty(0, device=device), norm_impl(config))
-    layers, topology, how = layers_of(config, vocab), topology_of(config, world.size), pipelining_of(config)
+    use_triton(torch.empty(0, device=device), norm_impl(config.run, config.model.normalization))
+    layers, how = layers_of(config, vocab), pipelining_of(config)
+    teacher = find_teacher(
+        config, gpt_of(config, vocab), how.homes(config.parallel.pipeline_model_parallel_size), start,
+        norm_impl=partial(norm_impl, config.run), speaks=world.rank == 0,
+    )
+    topology = topology_of(config, world.size, () if teacher is None else teacher.experts)
     return Plan(
         config, topology, tokenizer, vocab, layers, how, sizes, iterations, samples, rules, checkpoint, reached,
-        start, changed, plan_stages(layers, topology, how),
+        start, teacher, changed, plan_stages(layers, topology, how),
     )
 
 
@@ -213,14 +222,17 @@ def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
     """Hosts that see other files must not train together: raises AgreedError where the settings or the checkpoint
     differ between ranks."""
     checkpoint = None if plan.checkpoint is None else (plan.checkpoint.name, plan.reached)
+    teacher = None if plan.teacher is None else plan.teacher.folder.name
     settings = replace(plan.config, logging=LoggingConfig(), data=DataConfig(mock_data=True))    # paths may differ
-    told = gather_objects((checkpoint, settings), mesh.world)
-    for rank, (other, theirs) in enumerate(told):
+    told = gather_objects((checkpoint, settings, teacher), mesh.world)
+    for rank, (other, theirs, its) in enumerate(told):
         if other != told[0][0]:
             raise AgreedError(
                 f"rank {rank} would start from {other and other[0]} and rank 0 from {told[0][0] and told[0][0][0]}: "
                 "the folder of checkpoints (--load, --save) must be the same one on all hosts"
             )
+        if its != told[0][2]:
+            raise AgreedError(f"--load-teacher: rank {rank} finds {its} and rank 0 {told[0][2]}")
         if theirs != told[0][1]:
             raise AgreedError(f"rank {rank} was started with other flags than rank 0")
 
@@ -242,6 +254,9 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     for line in (*optimizer_lines(plan, machine), *(f"warning: {w}" for w in schedule.warnings(plan.iterations))):
         metrics.say(line)
     progress = load(plan, machine, metrics)
+    if plan.teacher is not None:
+        machine = taught(machine, plan.teacher, config, plan.pipelining.homes(mesh.pipeline.size))
+        metrics.say(f"loaded {plan.teacher.folder} as the teacher")
     schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
         machine, feeds, schedules, batch=config.batch, logging=config.logging, metrics=metrics,
@@ -270,8 +285,9 @@ def schedule_of(config: Config, sizes: BatchSizes) -> Schedule:
     )
 
 
-def topology_of(config: Config, world_size: int) -> Topology:
-    """What tensor and pipeline leave over is the data axis. Experts are cut in parts where there are any."""
+def topology_of(config: Config, world_size: int, teachers: tuple[int, ...] = ()) -> Topology:
+    """What tensor and pipeline leave over is the data axis. Experts, of each layer of the model and of its teacher, are
+    cut in parts where there are any."""
     parallel = config.parallel
     dense = Topology(
         parallel.pipeline_model_parallel_size, parallel.data_size(world_size), parallel.tensor_model_parallel_size
@@ -279,7 +295,7 @@ def topology_of(config: Config, world_size: int) -> Topology:
     if not config.moe.any:
         return dense
     expert = parallel.expert_model_parallel_size
-    degrees = {gcd(experts, expert) for experts in config.experts if experts > 1} - {expert}
+    degrees = {gcd(experts, expert) for experts in config.experts + teachers if experts > 1} - {expert}
     return replace(
         dense, expert=expert, expert_tensor=config.expert_tensor_size, degrees=tuple(sorted(degrees))
     )
@@ -310,13 +326,17 @@ def pipelining_of(config: Config) -> Pipelining:
 
 def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
     """The model as a list of layers, which every layout cuts into stages."""
+    return gpt_layers(gpt_of(config, vocab))
+
+
+def gpt_of(config: Config, vocab: int) -> GPTSetup:
+    """What the layers have in common."""
     homes = pipelining_of(config).homes(config.parallel.pipeline_model_parallel_size)
-    return gpt_layers(
-        GPTSetup(
-            config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
-            selective=config.recompute.recompute_granularity == "selective",
-            norm_impl=norm_impl(config), residual=residual_of(config), moe=config.moe, experts=config.experts,
-        )
+    return GPTSetup(
+        config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
+        selective=config.recompute.recompute_granularity == "selective",
+        norm_impl=norm_impl(config.run, config.model.normalization), residual=residual_of(config),
+        moe=config.moe, experts=config.experts,
     )
 
 
@@ -325,10 +345,10 @@ def residual_of(config: Config) -> torch.dtype | None:
     return torch.float32 if config.precision.fp32_residual_connection else None
 
 
-def norm_impl(config: Config) -> str:
-    """Which implementation of the norm the flags ask for."""
-    norm = "layer_norm" if config.model.normalization == "LayerNorm" else "rms_norm"
-    return Kernels(config.run.kernels, config.run.kernel).impl(norm)
+def norm_impl(run: RunConfig, kind: str) -> str:
+    """Which implementation of that norm the flags ask for."""
+    norm = "layer_norm" if kind == "LayerNorm" else "rms_norm"
+    return Kernels(run.kernels, run.kernel).impl(norm)
 
 
 def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSizes) -> dict[str, SampleSource]:

@@ -14,6 +14,7 @@ from typing import Literal, get_type_hints
 
 from .config_checkpoint import CheckpointConfig
 from .config_data import BatchConfig, DataConfig
+from .config_distill import DistillConfig
 from .config_moe import MoEConfig
 from .config_parallel import ParallelConfig
 from .config_precision import PrecisionConfig
@@ -267,6 +268,7 @@ class Config:
     deepspeed_schedule: DeepSpeedScheduleConfig = field(default_factory=DeepSpeedScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -115,8 +115,6 @@ REFUSED = {
         moe-loss-weight moe-expert-model-parallelism""",
     "random routing for benchmarks": "moe-router-force-load-balancing",
     "Megatron's old Switch layers": "num-experts-switch",
-    "distillation": """mos kd load-teacher num-layers-teacher hidden-size-teacher num-attention-heads-teacher
-        num-experts-teacher kd-alpha-ce kd-beta-ce kd-temp""",
     "other attention": """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
         rotary-scaling-factor mscale mscale-all-dim rope-type softmax-type window-size window-attn-skip-freq""",
     "other feed-forward layers": "quick-geglu glu-linear-offset activation-func-clamp-value",
@@ -138,6 +136,12 @@ REFUSED = {
 LOSS_SCALE_FIELDS = (
     "loss_scaler", "loss_scale", "initial_loss_scale", "initial_scale_power", "min_loss_scale", "loss_scale_window",
     "hysteresis", "consecutive_hysteresis", "loss_scale_floor",
+)  # fmt: skip
+
+# Fields that say something only where there is a teacher.
+TEACHER_FIELDS = (
+    "load_teacher", "num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher", "num_experts_teacher",
+    "kd_alpha_ce", "kd_beta_ce", "kd_temp", "kd_stop_iteration", "kd_stop_tokens",
 )  # fmt: skip
 
 # Values with which a flag of REFUSED asks for nothing.
@@ -385,6 +389,9 @@ def notices(reading: Reading) -> list[str]:
     scaling = [reading.sources[name] for name in LOSS_SCALE_FIELDS if name in reading.values]
     if scaling and not reading.values.get("fp16"):
         words.append(f"{', '.join(scaling)} (the loss is scaled only with --fp16)")
+    teaching = [reading.sources[name] for name in TEACHER_FIELDS if name in reading.values]
+    if teaching and not (reading.values.get("mos") or reading.values.get("kd")):
+        words.append(f"{', '.join(teaching)} (there is no teacher without --mos or --kd)")
     return [f"accepted without effect: {'; '.join(words)}"] if words else []
 
 

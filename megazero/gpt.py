@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from .attention import Attention
 from .config import ModelConfig
 from .config_moe import MoEConfig
-from .data.batch import MicroBatch
+from .data.batch import KD_LOSS, MicroBatch
 from .mlp import MLP
 from .moe.layer import MoELayer, MoESetup
 from .parallel.groups import Mesh
 from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
-from .parallel.loss import vocab_parallel_cross_entropy
+from .parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_divergence
 from .parallel.params import Initial, declare
 from .parallel.random import dropout
 from .parallel.shard import ShardSpec
-from .pipe.output import Output, hidden_of, with_losses_of
+from .pipe.output import Output, WithLoss, hidden_of, with_losses_of
 from .pipe.stage import LayerSpec
 
 WORD_TABLE = "embedding.word.weight"        # global name of the token table; a tied head holds the same parameter
@@ -152,7 +152,10 @@ class FinalNorm(nn.Module):
 
 class Head(nn.Module):
     """[padded seq / tensor, batch, hidden] -> the scaled loss of the micro-batch (scalar, fp32 or fp64), or, where
-    it has no labels, logits [seq, batch, padded vocab / tensor]."""
+    it has no labels, logits [seq, batch, padded vocab / tensor].
+
+    A teacher's lesson adds beta T^2 KL to alpha times that loss; what is told beside it is the term that was added.
+    """
 
     def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
         super().__init__()
@@ -163,7 +166,7 @@ class Head(nn.Module):
             initial=Initial(model.init_method_std), known_as=WORD_TABLE if model.tied else None,
         )
 
-    def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+    def forward(self, x: Tensor, batch: MicroBatch) -> Output:
         logits = gather_linear(x, self.weight, None, self.group, self.queue)
         if logits.shape[0] != batch.tokens.shape[0]:        # the backward of a cut copies the gradient of all logits
             logits = logits[: batch.tokens.shape[0]]
@@ -172,6 +175,20 @@ class Head(nn.Module):
         losses = vocab_parallel_cross_entropy(
             logits, batch.labels, vocab=self.vocab, smoothing=self.smoothing, group=self.group
         )
-        if batch.loss_mask is not None:
-            losses = losses * batch.loss_mask
-        return losses.sum() * batch.scale
+        loss = scaled_sum(losses, batch)
+        if batch.lesson is None:
+            return loss
+        alpha, beta, temperature = batch.lesson.alpha, batch.lesson.beta, batch.lesson.temperature
+        apart = vocab_parallel_divergence(
+            logits, batch.lesson.logits, vocab=self.vocab, temperature=temperature, group=self.group
+        )
+        added = beta * temperature**2 * scaled_sum(apart, batch)
+        return WithLoss(loss, (alpha - 1) * loss + added, {KD_LOSS: added.detach().double()})
+
+
+def scaled_sum(losses: Tensor, batch: MicroBatch) -> Tensor:
+    """The part that a micro-batch has in the mean over the unmasked tokens of the global batch; [seq, batch] ->
+    scalar."""
+    if batch.loss_mask is not None:
+        losses = losses * batch.loss_mask
+    return losses.sum() * batch.scale

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .config import OptimizerConfig
 from .data.batch import MicroBatch
+from .moe.students import Distillation
 from .parallel.collectives import all_reduce, broadcast, gather_objects
 from .parallel.groups import Mesh
 from .parallel.lamb import Lamb
@@ -77,6 +78,7 @@ class Machine:
     train_program, evaluate_program   of a number of micro-batches, each made once
     last                              the place along the pipeline where the loss is known
     figures                           as in Setup
+    distillation                      how the student in it is taught, where it is
     """
 
     mesh: Mesh
@@ -87,6 +89,7 @@ class Machine:
     last: int
     table: ReportTable
     figures: Callable[[Mapping[str, Tensor], int], dict[str, Any]]
+    distillation: Distillation | None = None
 
     def reports(self) -> dict[str, Tensor]:
         """What layers reported in the last `loss`, summed over micro-batches and data ranks; equal on all ranks, which

@@ -29,9 +29,11 @@ TRAIN_KEYS = (
     "loss_scale", "skipped", "seconds", "tokens_per_second",
 )  # fmt: skip
 
-# Figures that an iteration has beside those where they were asked for and it has a line on the console.
-# params_norm: L2 norm of all parameters after the iteration; num_zeros: elements of the whole gradient that are zero.
-EXTRA_KEYS = ("params_norm", "num_zeros")
+# Figures that an iteration may have beside those. kd_loss: while there is a teacher, what it adds to the loss, beta T^2
+# times the mean divergence over the unmasked tokens of the global batch; the whole loss is alpha lm_loss + kd_loss.
+# Where they were asked for and it has a line on the console, params_norm: L2 norm of all parameters after the
+# iteration; num_zeros: elements of the whole gradient that are zero.
+EXTRA_KEYS = ("kd_loss", "params_norm", "num_zeros")
 
 # What is added where layers have experts, as moe/statistics.py has it: losses of the router, without
 # coefficient; load: choices of the fullest expert over the mean of its layer; dropped: share of choices without place;
@@ -41,6 +43,7 @@ EXPERT_KEYS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "load", 
 # TensorBoard's tags, plotted over iterations. A named validation set has its name after the tag of "valid".
 TAGS = {
     "lm_loss": "lm loss",
+    "kd_loss": "kd loss",
     "grad_norm": "grad-norm",
     "clipped": "clipped",
     "learning_rate": "learning-rate",
@@ -141,6 +144,7 @@ class _Console:
             f"consumed samples {record['consumed_samples']}",
             f"consumed tokens {record['consumed_tokens']}",
             f"lm loss {record['lm_loss']:.6f}",
+            *([f"kd loss {record['kd_loss']:.6f}"] if "kd_loss" in record else []),
             f"grad norm {record['grad_norm']:.4f}",
             *([f"params norm {record['params_norm']:.4f}"] if "params_norm" in record else []),
             *([f"zeros in grad {record['num_zeros']}"] if "num_zeros" in record else []),

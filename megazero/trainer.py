@@ -16,12 +16,13 @@ from torch import Tensor
 
 from .batch_sizes import BatchSizes
 from .config import BatchConfig, LoggingConfig
-from .data.batch import MicroBatch
+from .data.batch import KD_LOSS, MicroBatch
 from .data.loader import Loader, counted_tokens
 from .lr_curves import Done
 from .lr_schedule import Schedule
 from .machine import Machine
 from .metrics import Metrics
+from .moe.students import TAUGHT
 from .parallel.collectives import AgreedError, all_reduce, gather_objects
 from .parallel.groups import Mesh
 from .parallel.zero import Rates, Update
@@ -203,9 +204,12 @@ class Trainer:
         batches = [
             replace(b, scale=loss_scale / max(counted, 1), auxiliary=loss_scale / micro_batches) for b in batches
         ]
-        loss = machine.loss(batches, machine.train_program(len(batches))) / loss_scale
+        loss, is_taught = self._loss(batches, progress)
+        loss = loss / loss_scale
         rates, reports = self.schedules.at(progress.done), machine.reports()
         update, extra = self._update(rates, measured=self.logging.shows(iteration, self._last))
+        if is_taught:
+            extra[KD_LOSS] = reports[KD_LOSS] / loss_scale
         tokens = size * self.seq_length
         progress = replace(
             progress, iteration=iteration, consumed_samples=progress.consumed_samples + size,
@@ -221,6 +225,19 @@ class Trainer:
             micro_batches,
         )
         return progress
+
+    def _loss(self, batches: list[MicroBatch], progress: Progress) -> tuple[Tensor, bool]:
+        """Forwards and backwards of the step after `progress`: the scaled LM loss, and whether there was a teacher, who
+        goes when the time is over."""
+        machine, distillation = self.machine, self.machine.distillation
+        program = machine.train_program(len(batches))
+        if distillation is not None and distillation.is_on:
+            if distillation.config.teaches(progress.iteration, progress.consumed_tokens):
+                return machine.loss(batches, program, key=TAUGHT), True
+            self._read()
+            distillation.end()
+            self.metrics.say(f"distillation ended after iteration {progress.iteration}, and the teacher is freed")
+        return machine.loss(batches, program), False
 
     def _update(self, rates: Rates, *, measured: bool) -> tuple[Update, dict[str, Tensor]]:
         """The optimizer's step, and on steps that are shown the figures that were asked for."""

@@ -108,6 +108,8 @@ ALONG = {
     "ckpt_step": "--load x",
     "use_checkpoint_args": "--load x",
     "reset_iteration": "--load x",
+    "mos": "--load-teacher x",
+    "kd": "--load-teacher x",
     "world_size": "--print-layout",
     "rampup_batch_size": "--global-batch-size 8",
     "valid_data_path": "--train-data-path x",

@@ -73,6 +73,15 @@ def test_measured_figures_show_where_there_are_any(tmp_path, capsys):
     assert tuple(lines_of(tmp_path)[0]) == (*TRAIN_KEYS, "params_norm", "num_zeros")
 
 
+def test_what_a_teacher_adds_shows_in_the_iterations_that_have_it(tmp_path, capsys):
+    metrics = make(tmp_path, log_interval=1)
+    metrics.train(record(1, kd_loss=0.25))
+    metrics.train(record(2))
+    first, second = capsys.readouterr().out.splitlines()
+    assert "| lm loss 2.000000 | kd loss 0.250000 | grad norm" in first and "kd loss" not in second
+    assert [line.get("kd_loss") for line in lines_of(tmp_path)] == [0.25, None]
+
+
 def test_experts_show_in_every_place_where_there_are_any(tmp_path, capsys):
     metrics = make(tmp_path)
     metrics.train(record(5) | EXPERTS)
@@ -142,7 +151,7 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
         log_validation_ppl_to_tensorboard=True,
     )  # fmt: skip
     for i in (1, 2):
-        measured = {"params_norm": 8.0, "num_zeros": 5} if i == 2 else {}
+        measured = {"params_norm": 8.0, "num_zeros": 5} if i == 2 else {"kd_loss": 0.5}
         balance = EXPERTS | {"seq_aux_loss": 1.0, "global_aux_loss": 1.0}
         metrics.train(record(i, loss=3.0 - i, **measured) | balance)
     metrics.evaluation("valid", 2, 1.0)

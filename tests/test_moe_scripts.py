@@ -1,7 +1,8 @@
-"""The launch scripts of the published MoE models: sizes, hyperparameters, a tiny override. Nothing is trained."""
+"""The launch scripts of the published MoE models: sizes, hyperparameters, a tiny override. Only the tiny ones train."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from math import gcd
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import pretrain_gpt
 from megazero.config import check_world
 from megazero.data.tokenizer import build_tokenizer
 from megazero.flags import parse
@@ -108,4 +110,18 @@ def test_a_student_names_its_teacher_and_when_to_leave_it(name):
     assert f"--num-experts-teacher {' '.join(shape)} --kd-beta-ce 1 --kd-temp 1 --kd-stop-iteration" in words
     assert teacher[teacher.index("--save") + 1] == f"runs/moe_{name.removesuffix('_mos')}/checkpoints"
     assert "--mos" not in flags(name, TEACHER="none")
+    distill = parse(flags(name))[0].distill
+    assert (distill.num_experts_teacher, distill.num_layers_teacher) == (tuple(map(int, shape)), 24)
     assert "--kd-stop-iteration 2" in " ".join(flags(name, TINY="1", TEACHER="here"))
+
+
+def test_a_tiny_student_learns_from_a_tiny_teacher(tmp_path, capsys):
+    """What both scripts start: two distilled steps, then two without the teacher."""
+    for name in ("350m_pr", "350m_pr_mos"):
+        out, teacher = f"{tmp_path}/{name}", f"{tmp_path}/350m_pr/checkpoints"
+        assert pretrain_gpt.main(flags(name, TINY="1", OUT=out, TEACHER=teacher)) == 0
+    steps = [json.loads(line) for line in (tmp_path / "350m_pr_mos" / "metrics.jsonl").read_text().splitlines()]
+    assert ["kd_loss" in step for step in steps if "lm_loss" in step] == [True, True, False, False]
+    lines = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()]
+    ended = lines.index("distillation ended after iteration 2, and the teacher is freed")
+    assert lines[ended - 1] == "iteration 2/4" and lines[ended + 1] == "iteration 3/4"

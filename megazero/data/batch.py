@@ -13,6 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+KD_LOSS = "kd_loss"     # what the head reports of a lesson: beta T^2 KL, scaled and summed as the loss is
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a teacher says of a micro-batch: its loss becomes alpha LM + beta T^2 KL(teacher || student).
+
+    logits       of the teacher, [seq, micro-batch, padded vocab / tensor], without gradient
+    temperature  T, what both logits are divided by
+    """
+
+    logits: Tensor
+    alpha: float
+    beta: float
+    temperature: float
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -25,6 +41,7 @@ class MicroBatch:
     documents  int64 number of the document that a token belongs to, for attention; None: plain causal attention
     draw       (seed, iteration, global micro-batch), the root of all random draws; None: evaluation, nothing is drawn
     scale      what the summed loss is multiplied by: 1 / unmasked tokens of the global batch
+    lesson     what the head of a student compares itself with; None: there is no teacher
     auxiliary  what losses of a layer's own are multiplied by: 1 / micro-batches of the global batch
     kept       what layers leave here in the forward for its recomputation; None: it is not recomputed
     """
@@ -36,6 +53,7 @@ class MicroBatch:
     documents: Tensor | None = None
     draw: tuple[int, int, int] | None = None
     scale: float = 1.0
+    lesson: Lesson | None = None
     auxiliary: float = 0.0
     kept: dict[Hashable, Any] | None = None
 
