@@ -43,7 +43,7 @@ def _count(infos: Iterable[ParamInfo]) -> str:
 
 def rank_bytes(optimizer: ZeroOptimizer, mesh: Mesh) -> str:
     """What the fullest rank holds of each class, as allocated, beside the formula of Rajbhandari et al. (2020)."""
-    held, buckets = optimizer.bytes(), optimizer.buckets
+    held, buckets = optimizer.bytes(), optimizer.trained
     formulas = [bytes_per_element(bucket, optimizer.zero.stage) for bucket in buckets]
     counts = [sum(info.tensor.numel() for info in bucket.infos) for bucket in buckets]
     each = [all_of + cut / b.copies.size for (all_of, cut), b in zip(formulas, buckets, strict=True)]

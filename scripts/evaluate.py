@@ -128,7 +128,9 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
         raise ValueError(f"--seq-length {seq_length}: the model has learned positions up to {model.positions} only")
     compute = dtypes(config.precision).compute
     residual = torch.float32 if config.precision.fp32_residual_connection else None
-    layers = gpt_layers(GPTSetup(model, vocab, compute, residual=residual))
+    layers = gpt_layers(
+        GPTSetup(model, vocab, compute, residual=residual, moe=config.moe, experts=config.experts)
+    )
     try:
         plan_stages(layers, topology)
     except ValueError as wrong:

@@ -82,6 +82,19 @@ def test_recomputation_decides_as_the_forward_did() -> None:
         assert runs[0].steps[-1]["aux_loss" if "global" not in flags else "global_aux_loss"] > 0.5
 
 
+def test_an_evaluation_routes_alike_in_every_layout() -> None:
+    """Its capacity is another one than in training, and it draws nothing and reports nothing."""
+    flags = (
+        "--fp64 --num-experts 4 --topk 2 --moe-eval-capacity-factor 0.5 --moe-train-capacity-factor 2 --train-iters 2 "
+        "--eval-interval 1 --eval-iters 2"
+    )
+    got, want = train(f"{flags} --expert-model-parallel-size 4", (2, 1, 2)), train(flags)
+    full = train(f"{flags} --disable-moe-token-dropping-in-eval")
+    losses = [[loss for _, _, loss in run.evaluations] for run in (got, want, full)]
+    assert len(losses[1]) > 1 and losses[0] == pytest.approx(losses[1], rel=1e-12)
+    assert losses[2] != pytest.approx(losses[1], rel=1e-6), "dropping is to matter"
+
+
 def test_masked_tokens_do_not_count_in_the_balance(tmp_path: Path) -> None:
     """C115: documents end in samples and not in others; also where the experts' stage reads no labels."""
     draw = np.random.default_rng(2)
