@@ -2,7 +2,7 @@
 
 All contenders have the same weights, see the same tokens, and drop none; they take turns in the same processes, and
 medians of the ratios within a round are compared, so that a machine with other work is fair to all. At degree 2 two
-processes share the tokens; of the peers only DeepSpeed then shares the experts, the others hold them all twice.
+processes share the tokens, and ours the experts too; the peers hold them all twice and exchange nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import gc
 import importlib
 import importlib.util
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -126,22 +125,6 @@ def mixtral_layer(args: argparse.Namespace, topk: int, way: str) -> nn.Module:
     return block
 
 
-def deepspeed_layer(args: argparse.Namespace, topk: int, degree: int) -> Layer:
-    """DeepSpeed's, without drops: its buffers are as large as the fullest expert asks."""
-    moe = importlib.import_module("deepspeed.moe.layer")
-    weights = whole_weights(args, topk)
-    layer = moe.MoE(
-        args.hidden, Dense(args.hidden, args.ffn), args.experts, ep_size=degree, k=topk, drop_tokens=False,
-        use_rts=False, top2_2nd_expert_sampling=False,
-    )
-    layer.set_deepspeed_parallelism()
-    layer.deepspeed_moe.gate.wg.weight.data.copy_(weights["router.weight"])
-    first = dist.get_rank() * args.experts // degree if degree > 1 else 0
-    for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
-        filled(expert, weights, first + number)
-    return lambda x: layer(x)[0]
-
-
 def contenders(args: argparse.Namespace, topk: int, degree: int) -> dict[str, Callable[[Tensor], tuple[Tensor, ...]]]:
     """All that can run here: x -> (output, losses of the layer's own)."""
     ours = our_layer(args, topk, degree)
@@ -155,8 +138,6 @@ def contenders(args: argparse.Namespace, topk: int, degree: int) -> dict[str, Ca
     if importlib.util.find_spec("transformers") is not None:
         for way in ("eager", "grouped_mm"):
             peers[f"Mixtral, {way}"] = mixtral_layer(args, topk, way)
-    if importlib.util.find_spec("deepspeed") is not None:
-        peers["DeepSpeed"] = deepspeed_layer(args, topk, degree)
     return {OURS: run_ours} | {name: lambda x, layer=layer: (layer(x),) for name, layer in peers.items()}
 
 
@@ -171,10 +152,7 @@ def step(run: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, grad: Tensor) -
 def race(rank: int, folder: str, args: argparse.Namespace, degree: int) -> None:
     """One of the processes: rounds in which each contender has its turn; rank 0 leaves the seconds in a file."""
     torch.set_num_threads(args.threads)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(degree)}  # DeepSpeed asks for them
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", degree), rank=rank, world_size=degree)
-    if importlib.util.find_spec("deepspeed") is not None:
-        importlib.import_module("deepspeed").init_distributed("gloo")
     generator = torch.Generator().manual_seed(rank)
     shape = (args.tokens // degree // SEQUENCES, SEQUENCES, args.hidden)
     x, grad = torch.randn(2, *shape, generator=generator).unbind()
@@ -250,9 +228,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     rows = measure(args)
-    for name in ("transformers", "deepspeed"):
-        if importlib.util.find_spec(name) is None:
-            print(f"{name} is left out: it is not installed")
+    if importlib.util.find_spec("transformers") is None:
+        print("Mixtral is left out, for the package transformers is not installed")
     print(f"{'degree':>6}{'top':>5}  {'':22}{'ms':>8}{'/ dense':>9}{'/ fastest peer':>16}{'/ loop':>8}")
     for row in rows:
         degree, topk, name, *figures = row.values()
