@@ -25,7 +25,7 @@ from .config import Config
 from .config_data import BatchConfig, DataConfig
 from .config_precision import PrecisionConfig
 from .data.tokenizer import HUGGING_FACE_TYPES, SENTENCEPIECE_TYPES, build_tokenizer
-from .hf_config import DTYPE_WORDS, Described, describe, family_of, to_values
+from .hf_config import DTYPE_WORDS, Described, describe, experts_of, family_of, moe_of, to_values
 from .hf_names import Part, Row, rows_of
 from .parallel.shard import ShardSpec, owned_boxes
 from .parallel.topology import Topology
@@ -270,8 +270,11 @@ def _flat(source: Source, row: Row) -> Tensor:
 def config_of(source: Source, side: Path) -> Config:
     """The configuration of an imported model, whose tokenizer's files will lie in `side`."""
     folder = source.weights.folder
-    if source.described.experts is not None:
-        raise ValueError(f'{folder / CONFIG}: model_type "{source.described.family}": experts are not available yet')
+    model, experts = source.described.model, source.described.experts
+    try:
+        moe = moe_of(experts, model)
+    except ValueError as wrong:
+        raise ValueError(f"{folder / CONFIG}: {wrong}") from wrong
     here = {name for name in SIDE_FILES if (folder / name).is_file()}
     if "tokenizer.json" in here:
         data = DataConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(side / "tokenizer.json"))
@@ -283,7 +286,7 @@ def config_of(source: Source, side: Path) -> Config:
         data = DataConfig(tokenizer_type="NullTokenizer")
     half = source.dtype(source.rows[0]) == torch.bfloat16
     return Config(
-        model=source.described.model, batch=BatchConfig(micro_batch_size=1), data=data,
+        model=model, moe=moe, batch=BatchConfig(micro_batch_size=1), data=data,
         precision=PrecisionConfig(bf16=half),
     )
 
@@ -322,7 +325,8 @@ def export_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None = No
     if WORD_TABLE not in reader.tensors:
         raise ValueError(f"{reader.folder}: has no {WORD_TABLE}, so it is not a checkpoint of a GPT")
     vocab = reader.tensors[WORD_TABLE].spec.shape[0]
-    rows = rows_of(family_of(config.model), config.model, vocab)
+    experts = experts_of(config)
+    rows = rows_of(family_of(config.model, experts), config.model, vocab, experts)
     check_rows(reader, rows)
     tensors = [(part.name, _lazy_part(reader, row, part, dtype)) for row in rows for part in row.parts]
     draft = out.with_name(f"{out.name}.{new_save_id()}.tmp")
@@ -330,7 +334,7 @@ def export_folder(checkpoint: Path, out: Path, *, dtype: torch.dtype | None = No
     try:
         files = write_shards(draft, tensors, shard_bytes)
         notes = write_side_files(draft, config, vocab=vocab, side=checkpoint.parent / SIDE_FOLDER)
-        values = to_values(config.model, vocab, None, DTYPE_NAMES[tensors[0][1].dtype])
+        values = to_values(config.model, vocab, experts, DTYPE_NAMES[tensors[0][1].dtype])
         ids = read_json(draft / GENERATION) if (draft / GENERATION).is_file() else {}
         values |= {name: ids.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(draft / CONFIG, values)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config import ModelConfig
+from .config import Config, ModelConfig
+from .config_moe import MoEConfig
 from .settings import flag_name, section_settings
 
 GPT2, LLAMA, QWEN2, QWEN3 = "gpt2", "llama", "qwen2", "qwen3"
@@ -313,10 +314,10 @@ def family_of(model: ModelConfig, experts: Experts | None = None) -> str:
     return QWEN2 if model.add_qkv_bias and not model.bias else LLAMA
 
 
-def _check(model: ModelConfig, wanted: Mapping[str, Any], family: str) -> None:
+def _check(section: ModelConfig | MoEConfig, wanted: Mapping[str, Any], family: str) -> None:
     """ValueError for the first field that has none of the wanted values."""
     for name, values in wanted.items():
-        value, values = vars(model)[name], values if isinstance(values, tuple) else (values,)
+        value, values = vars(section)[name], values if isinstance(values, tuple) else (values,)
         if value not in values:
             shown = " or ".join(str(v) for v in dict.fromkeys(values))
             raise ValueError(f"{flag_name(name)} {value} cannot be said to Hugging Face: {family} wants {shown}")
@@ -374,15 +375,60 @@ def _expert_values(family: str, model: ModelConfig, experts: Experts) -> dict[st
     }
 
 
-def flags_of_model(model: ModelConfig) -> list[str]:
+# --------------------------------------------------------------------------------------------------- experts and flags
+
+
+def moe_of(experts: Experts | None, model: ModelConfig) -> MoEConfig:
+    """The settings of a mixture. Softmax over the chosen experts equals softmax over all, made to sum to 1."""
+    if experts is None:
+        return MoEConfig()
+    pattern = ",".join(str(int(i in experts.layers)) for i in range(model.num_layers))
+    return MoEConfig(
+        moe_family="megatron-lm", num_experts=(experts.count,), moe_router_topk=experts.top_k,
+        moe_layer_freq=None if len(experts.layers) == model.num_layers else f"[{pattern}]",
+        moe_ffn_hidden_size=None if experts.ffn == model.ffn else experts.ffn,
+        moe_shared_expert_intermediate_size=experts.shared_ffn, moe_shared_expert_gate=experts.shared_ffn is not None,
+        moe_router_pre_softmax=not experts.normalized,
+        moe_aux_loss_coeff=(experts.aux_loss,) if experts.aux_loss else (),
+    )
+
+
+def experts_of(config: Config) -> Experts | None:
+    """The mixture of a run as Hugging Face can have it. ValueError with the flag that it cannot."""
+    moe = config.moe
+    if not moe.any:
+        return None
+    wanted = {
+        "mlp_type": "standard", "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None,
+        "moe_router_num_groups": None, "moe_router_enable_expert_bias": False,
+        "moe_shared_expert_gate": moe.moe_shared_expert_intermediate_size is not None,
+    }
+    _check(moe, wanted, "a mixture of experts")
+    counts = {count for count in config.experts if count > 1}
+    if len(counts) > 1:
+        raise ValueError(f"--num-experts {moe.num_experts}: Hugging Face wants one number of experts for all layers")
+    if "sinkhorn" in moe.balancing:
+        raise ValueError("--moe-router-load-balancing-type sinkhorn cannot be said to Hugging Face")
+    if moe.capacity(training=False).factor is not None:
+        raise ValueError("an expert's capacity cannot be said to Hugging Face: --disable-moe-token-dropping-in-eval")
+    return Experts(
+        counts.pop(), moe.topk, moe.moe_ffn_hidden_size or config.model.ffn,
+        moe.topk > 1 if moe.deepspeed else not moe.moe_router_pre_softmax,
+        frozenset(i for i, count in enumerate(config.experts) if count > 1), moe.moe_shared_expert_intermediate_size,
+        sum(moe.balancing.values()),
+    )
+
+
+def flags_of(config: Config) -> list[str]:
     """The flags that ask pretrain_gpt.py for this model."""
     words = []
-    for setting in section_settings("model", ModelConfig):
-        value = vars(model)[setting.name]
-        if value == "swiglu" and setting.name == "activation":
-            words += ["--swiglu"]
-        elif setting.kind is bool and value:
-            words += [flag_name(setting.name)]
-        elif value != setting.default and value is not None:
-            words += [flag_name(setting.name), str(value)]
+    for section, kind in (("model", ModelConfig), ("moe", MoEConfig)):
+        for setting in section_settings(section, kind):
+            value = vars(vars(config)[section])[setting.name]
+            if value == "swiglu" and setting.name == "activation":
+                words += ["--swiglu"]
+            elif setting.kind is bool and value:
+                words += [flag_name(setting.name)]
+            elif value != setting.default and value is not None:
+                words += [flag_name(setting.name), *map(str, value if setting.many else (value,))]
     return words

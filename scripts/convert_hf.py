@@ -3,8 +3,8 @@
     python scripts/convert_hf.py import HF_DIR --save runs/llama          # then pretrain_gpt.py --load runs/llama ...
     python scripts/convert_hf.py export runs/llama --out HF_DIR --dtype bf16
 
-Families: GPT-2, Llama, Qwen2, Qwen3. The weights come back bit by bit. A model that cannot be had here is refused by
-the key of its config.json, one that Hugging Face cannot have by its flag.
+Families: GPT-2, Llama, Mixtral, Qwen2 and Qwen3, dense and with experts. The weights come back bit by bit. A model that
+cannot be had here is refused by the key of its config.json, one that Hugging Face cannot have by its flag.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megazero import snapshot
 from megazero.checkpoint_index import INDEX
 from megazero.config import Config
 from megazero.hf import export_folder, import_folder
-from megazero.hf_config import flags_of_model
+from megazero.hf_config import flags_of
 from megazero.settings import flag_name
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +70,7 @@ def bring_in(args: argparse.Namespace) -> None:
 
 def flags_for(config: Config) -> list[str]:
     """What describes an imported model to pretrain_gpt.py."""
-    words = flags_of_model(config.model)
+    words = flags_of(config)
     for name in ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"):
         value = vars(config.data)[name]
         words += [] if value is None else [flag_name(name), value]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,15 +21,14 @@ from megazero.config import Config
 from megazero.data.batch import MicroBatch
 from megazero.flags import parse
 from megazero.gpt import GPTSetup, gpt_layers
-from megazero.hf import export_folder, import_folder, open_source, read_json, read_part, write_checkpoint, write_shards
-from megazero.hf_config import describe, to_values
+from megazero.hf import export_folder, import_folder, open_source, read_json
+from megazero.hf_config import describe, experts_of, moe_of, to_values
 from megazero.hf_names import rows_of
 from megazero.parallel.groups import World, mesh_on_paper
 from megazero.parallel.params import collect
 from megazero.parallel.topology import Topology
 from megazero.pipe.stage import Recompute, Stage, build_stages, cut_layers
 from megazero.resume import check_same_model
-from megazero.tensor_stream import Lazy
 from scripts import convert_hf, evaluate
 from tests.harness import on_ranks, run_script
 from tests.training import LLAMA, train
@@ -106,7 +104,7 @@ def our_stage(checkpoint: Path) -> tuple[Stage, dict[str, torch.nn.Parameter]]:
     """The whole model of a checkpoint on one rank, in fp32, and its parameters by name."""
     reader = Reader(checkpoint)
     config = Config.from_json(json.dumps(reader.config))
-    layers = gpt_layers(GPTSetup(config.model, 97))
+    layers = gpt_layers(GPTSetup(config.model, 97, moe=config.moe, experts=config.experts))
     stage = build_stages(layers, mesh_on_paper(Topology(), 0), cut_layers(layers, [0]), Recompute())[0]
     parameters = {info.name: info.tensor for info in collect(stage.named_layers())}
     for name, parameter in parameters.items():      # the padding rows of tables are zero
@@ -120,7 +118,7 @@ def test_an_imported_model_computes_the_same_logits_loss_and_gradients(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     tokens = torch.randint(0, 97, (3, 24), generator=torch.Generator().manual_seed(3))
-    for name in MODELS:
+    for name in (*MODELS, *MIXTURES):
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
         told = theirs(tokens, labels=tokens)
         told.loss.backward()
@@ -145,7 +143,7 @@ def test_an_imported_model_computes_the_same_logits_loss_and_gradients(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_folder_comes_back_bit_by_bit_and_computes_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     tokens = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(3))
-    for name in MODELS:
+    for name in (*MODELS, *MIXTURES):
         make_model(name, dtype).save_pretrained(tmp_path / name)
         made = import_folder(tmp_path / name, tmp_path / f"{name}-ours")
         export_folder(made.folder, tmp_path / f"{name}-back", shard_bytes=30_000)
@@ -173,7 +171,8 @@ def test_a_trained_checkpoint_comes_back_bit_by_bit_from_hugging_face(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("llama2", (4, 1, 1)), ("qwen2", (2, 2, 1)), ("llama-bias", (1, 2, 1)), ("gpt2", (2, 1, 1))]
+    ("name", "layout"), [("llama2", (4, 1, 1)), ("qwen2", (2, 2, 1)), ("llama-bias", (1, 2, 1)), ("gpt2", (2, 1, 1)),
+     ("qwen2_moe", (2, 2, 1)), ("mixtral", (1, 1, 2))]
 )
 def test_an_import_trains_on_in_any_layout_and_leaves_it_bit_by_bit(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, layout: tuple[int, ...]
@@ -193,11 +192,11 @@ def test_an_import_trains_on_in_any_layout_and_leaves_it_bit_by_bit(
 
 
 def test_the_printed_flags_ask_for_the_imported_model(folders: dict[str, Path], tmp_path: Path) -> None:
-    for name in MODELS:
+    for name in (*MODELS, *MIXTURES):
         made = import_folder(folders[name], tmp_path / name)
         words = convert_hf.flags_for(made.config)
         config, _ = parse([*words, *"--micro-batch-size 1 --train-iters 1 --lr 1 --mock-data".split()])
-        assert config.model == made.config.model, name
+        assert (config.model, config.moe) == (made.config.model, made.config.moe), name
         check_same_model(made.config, config)
 
 
@@ -237,13 +236,14 @@ def test_a_folder_is_scored_as_it_is(folders: dict[str, Path], tmp_path: Path) -
 
 
 def test_the_tables_name_every_parameter_of_the_model_in_its_shape() -> None:
-    for name, theirs in MODELS.items():
+    for name, theirs in (MODELS | MIXTURES).items():
         told = describe(theirs.to_dict(), name)
-        layers = gpt_layers(GPTSetup(told.model, 97))
+        moe = moe_of(told.experts, told.model)
+        layers = gpt_layers(GPTSetup(told.model, 97, moe=moe, experts=moe.experts_of_layers(told.model.num_layers)))
         with torch.device("meta"):
             stage = build_stages(layers, mesh_on_paper(Topology(), 0), cut_layers(layers, [0]), Recompute())[0]
         declared = {info.name: info.spec.shape for info in collect(stage.named_layers())}
-        rows = rows_of(told.family, told.model, 97)
+        rows = rows_of(told.family, told.model, 97, told.experts)
         assert {row.name: row.shape for row in rows} == declared, name
 
 
@@ -272,27 +272,17 @@ def test_a_query_head_stands_with_the_key_and_value_head_that_it_shares(folders:
     assert torch.equal(up, torch.stack((theirs[f"{layer}mlp.gate_proj.weight"], theirs[f"{layer}mlp.up_proj.weight"])))
 
 
-def test_the_weights_of_a_mixture_come_back_bit_by_bit(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Experts under global numbers: [expert, gate or up, ffn, hidden]."""
+def test_experts_stand_under_global_numbers(folders: dict[str, Path], tmp_path: Path) -> None:
+    """[expert, gate or up, ffn, hidden]; and what the settings say of a mixture comes back."""
     for name in MIXTURES:
-        source = open_source(folders[name])
-        dense = Config.from_json(json.dumps({"model": vars(source.described.model), "batch": {"micro_batch_size": 1}}))
-        folder, _ = write_checkpoint(source, tmp_path / name, config=dense, iteration=0)
-        reader = Reader(folder)
-        fp32 = torch.float32
-        parts = [
-            (part.name, Lazy(fp32, part.shape, partial(read_part, reader, row.name, part, fp32)))
-            for row in source.rows for part in row.parts
-        ]
-        (tmp_path / f"{name}-back").mkdir()
-        write_shards(tmp_path / f"{name}-back", parts, 10**9)
+        made = import_folder(folders[name], tmp_path / name)
         theirs = tensors_of(folders[name])
-        assert_same_bits(tensors_of(tmp_path / f"{name}-back"), theirs)
-        up = reader.read("layers.1.ffn.experts.up", "weight")
+        up = Reader(made.folder).read("layers.1.ffn.experts.up", "weight")
         word = "block_sparse_moe.experts.3.w3" if name == "mixtral" else "mlp.experts.3.up_proj"
         assert torch.equal(up[3, 1], theirs[f"model.layers.1.{word}.weight"])
-        values = to_values(source.described.model, 97, source.described.experts, "F32")
-        assert describe(values, "config.json") == source.described
+        told = open_source(folders[name]).described
+        assert experts_of(made.config) == told.experts
+        assert describe(to_values(told.model, 97, told.experts, "F32"), "config.json") == told
 
 
 # ----------------------------------------------------------------------------------------------- other people's folders

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from megazero.config import ModelConfig
-from megazero.hf_config import Experts, describe, family_of, to_values
+from megazero.config import Config, ModelConfig
+from megazero.config_data import BatchConfig
+from megazero.config_moe import MoEConfig
+from megazero.hf_config import Experts, describe, experts_of, family_of, moe_of, to_values
 
 PLACE = "somewhere/config.json"
 # As older versions of the transformers library wrote them.
@@ -132,3 +134,40 @@ def test_a_model_that_hugging_face_cannot_have_is_refused_by_its_flag(changes: d
     assert family_of(ModelConfig(**llama)) == "llama"
     with pytest.raises(ValueError, match=words):
         family_of(ModelConfig(**(llama | changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"mlp_type": "residual"}, "--mlp-type residual"),
+        ({"moe_shared_expert_intermediate_size": 8}, "--moe-shared-expert-gate False"),
+        ({"moe_router_score_function": "sigmoid"}, "--moe-router-score-function sigmoid"),
+        ({"num_experts": (2, 4)}, "one number of experts for all layers"),
+        ({"moe_expert_capacity_factor": 1.0}, "capacity cannot be said"),
+        ({"moe_router_load_balancing_type": ("sinkhorn",)}, "sinkhorn"),
+    ],
+)
+def test_a_mixture_that_hugging_face_cannot_have_is_refused_by_its_flag(changes: dict, words: str) -> None:
+    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=4, seq_length=8)
+    settings = {"num_experts": (4,), "moe_family": "megatron-lm"} | changes
+    config = Config(model=model, batch=BatchConfig(micro_batch_size=1), moe=MoEConfig(**settings))
+    with pytest.raises(ValueError, match=words):
+        experts_of(config)
+
+
+def test_router_rules_of_both_houses_say_the_same() -> None:
+    """Softmax over the chosen experts is softmax over all, made to sum to 1, as DeepSpeed's gate makes it."""
+    model = ModelConfig(num_layers=6, hidden_size=32, num_attention_heads=4, seq_length=8)
+    wanted = ((MIXTRAL, True, None), (QWEN3_MOE, True, "[0,1,0,0,0,1]"), (QWEN2_MOE, False, None))
+    for family, normalized, layers in wanted:
+        told = describe(family, PLACE)
+        moe = moe_of(told.experts, told.model)
+        assert (moe.moe_router_pre_softmax, moe.moe_layer_freq) == (not normalized, layers)
+        assert experts_of(Config(model=told.model, batch=BatchConfig(micro_batch_size=1), moe=moe)) == told.experts
+    free = {"num_experts": (4,), "moe_family": "megatron-deepspeed", "disable_moe_token_dropping": True}
+    for topk, normalized in ((1, False), (2, True)):
+        moe = MoEConfig(moe_router_topk=topk, **free)
+        assert experts_of(Config(model=model, batch=BatchConfig(micro_batch_size=1), moe=moe)).normalized == normalized
+    with pytest.raises(ValueError, match="--moe-router-topk 9 is above the 8 experts"):
+        told = describe(MIXTRAL | {"num_experts_per_tok": 9}, PLACE)
+        moe_of(told.experts, told.model)
