@@ -55,6 +55,21 @@ def test_one_expert_takes_every_token_and_three_ranks_receive_none(flags: str) -
     assert (up[0] > 0).any() and not up[1:].any(), "an expert without tokens has a zero gradient"
 
 
+def moments_and_parts(trainer: Trainer) -> tuple[int, int, int]:
+    """Bytes of moments on this rank, and elements of its dense parameters and of its experts."""
+    infos = [info for bucket in trainer.machine.optimizer.buckets for info in bucket.infos]
+    dense, experts = (sum(i.tensor.numel() for i in infos if i.spec.is_expert is flag) for flag in (False, True))
+    return trainer.machine.optimizer.bytes()["moments"], dense, experts
+
+
+def test_experts_are_cut_over_their_own_data_ranks() -> None:
+    """C089: at data 4 and expert 2 a rank keeps moments of a quarter of what is dense and of half of its experts."""
+    flags = f"{TWO_LAYERS} --num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --train-iters 1"
+    for moments, dense, experts in train(flags, (1, 1, 4), look=moments_and_parts).seen:
+        assert experts > dense / 2, "there are to be experts enough to tell"
+        assert moments / 8 == pytest.approx(dense / 4 + experts / 2, rel=0.02)
+
+
 def test_two_tokens_on_a_rank_are_enough() -> None:
     """C105: fewer tokens than experts, so that most ranks receive nothing in most micro-batches."""
     short = "--seq-length 2 --micro-batch-size 1"
