@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .checkpoint import Reader, commit, finish, folder_of, new_save_id
-from .checkpoint_index import FORMAT, INDEX, BucketLayout, FilePart, Index, Range, StageLayout, TensorEntry
+from .checkpoint import Reader, finish, folder_of, new_save_id
+from .checkpoint_index import INDEX, TensorEntry
 from .config import Config
 from .config_data import BatchConfig, DataConfig
 from .config_precision import PrecisionConfig
@@ -31,7 +31,7 @@ from .parallel.shard import ShardSpec, owned_boxes
 from .parallel.topology import Topology
 from .tensor_file import BITS, DTYPE_NAMES, DTYPES, Entry, TensorFile
 from .tensor_stream import Lazy, write_lazily
-from .trainer import Progress
+from .weights_only import write_weights
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 ONE_FILE, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -242,29 +242,11 @@ def import_folder(hf: Path, root: Path, *, iteration: int = 0) -> Imported:
 
 
 def write_checkpoint(source: Source, root: Path, *, config: Config, iteration: int) -> tuple[Path, int]:
-    """Write and commit the weights, as one rank would that holds the whole model; the folder and the file's size."""
-    entries = entries_of(source)
-    bucket = BucketLayout("data", tuple(entries), sum(entry.spec.numel for entry in entries.values()))
-    stage = StageLayout(entries, (bucket,))
-    tensors = []
-    for row in source.rows:
-        size = entries[row.name].spec.numel
-        lazy = Lazy(source.dtype(row), (size,), partial(_flat, source, row))
-        tensors.append((Range(row.name, 0, 0, size, 0).key("weight"), lazy))
-    folder, save_id = folder_of(root, iteration), new_save_id()
-    path = f"0000/rank_000000-{save_id}.safetensors"
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    written = write_lazily(folder / path, tensors, metadata={"format": FORMAT, "rank": "0", "save": save_id})
+    """Write the weights, and what lies beside them; the checkpoint's folder, and the bytes of its file."""
     here = source.weights.folder
     copy_files({name: here / name for name in SIDE_FILES if (here / name).is_file()}, root / SIDE_FOLDER)
-    told = asdict(Progress(iteration)) | {"updates": 0, "loss_scale": None}
-    index = Index(Topology(), (stage,), json.loads(config.to_json()), told)
-    commit(folder, [FilePart(0, path, written, stage.checksum())], index)
-    return folder, written.bytes
-
-
-def _flat(source: Source, row: Row) -> Tensor:
-    return source.read(row).flatten()
+    tensors = {row.name: Lazy(source.dtype(row), row.shape, partial(source.read, row)) for row in source.rows}
+    return write_weights(root, tensors, config=config, iteration=iteration)
 
 
 def config_of(source: Source, side: Path) -> Config:

@@ -23,11 +23,16 @@ from .tensor_file import CHUNK_BYTES, DTYPE_NAMES, Written, sync_folder
 
 @dataclass(frozen=True)
 class Lazy:
-    """A tensor of this dtype and shape, once it is read."""
+    """A tensor of this dtype and shape, once it is read.
+
+    more  of one that is too large to be read at once: `read` gives its first elements in row-major order, and these
+          what follows
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], Tensor]
+    more: tuple[Callable[[], Tensor], ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -69,15 +74,16 @@ def _pieces(head: bytes, tensors: Sequence[tuple[str, Lazy]]) -> Iterator[memory
     """The bytes of the file in order."""
     yield memoryview(head)
     for _, lazy in tensors:
-        data = None                              # let go before the next one is read
-        data = memoryview(_made(lazy).contiguous().view(-1).view(torch.uint8).numpy())
-        yield data
-
-
-def _made(lazy: Lazy) -> Tensor:
-    made = lazy.read()
-    assert made.dtype == lazy.dtype and made.shape == lazy.shape
-    return made
+        left = prod(lazy.shape)
+        for read in (lazy.read, *lazy.more):
+            data = None                          # let go before the next one is read
+            made = read()
+            assert made.dtype == lazy.dtype and (lazy.more or made.shape == lazy.shape)
+            left -= made.numel()
+            data = memoryview(made.contiguous().view(-1).view(torch.uint8).numpy())
+            del made
+            yield data
+        assert left == 0
 
 
 def _write(out: BinaryIO, pieces: Iterator[memoryview]) -> tuple[int, ...]:

@@ -40,7 +40,8 @@ FLOORS = (
     ("megazero/checkpoint.py",),
     ("megazero/retention.py", "megazero/moe/students.py"),
     ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
-     "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py"),
+     "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py",
+     "megazero/weights_only.py"),
     ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py"),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )

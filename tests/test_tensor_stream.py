@@ -40,3 +40,12 @@ def test_a_tensor_that_cannot_be_read_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such tensor"):
         write_lazily(tmp_path / "x.safetensors", lazies, metadata={})
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_may_come_in_parts(tmp_path: Path) -> None:
+    whole = torch.randn(5, 3, 7)
+    first, *rest = (partial(whole.__getitem__, part) for part in (slice(2), 2, slice(3, 5)))
+    write_lazily(tmp_path / "x.safetensors", [("a", Lazy(whole.dtype, (5, 3, 7), first, tuple(rest)))], metadata={})
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["a"], whole)
+    with pytest.raises(AssertionError):
+        write_lazily(tmp_path / "y.safetensors", [("a", Lazy(whole.dtype, (5, 3, 7), first, (first,)))], metadata={})
