@@ -42,7 +42,7 @@ FLOORS = (
     ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
      "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py",
      "megazero/weights_only.py"),
-    ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py"),
+    ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py", "megazero/upcycle.py"),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )
 
