@@ -428,12 +428,13 @@ def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None
 
 
 def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
-    """The model settings of the checkpoint that --load names, for --use-checkpoint-args."""
+    """The settings of the model and its experts in the checkpoint that --load names, for --use-checkpoint-args."""
     root = given.get("load")
     found = root and snapshot.find(Path(str(root)), given.get("ckpt_step"), speaks=False)
     if not root or not found:
         raise ValueError(f"--use-checkpoint-args: --load {root}: there is no complete checkpoint")
-    return vars(Config.from_json(json.dumps(read_index(found)[0].config)).model)
+    saved = Config.from_json(json.dumps(read_index(found)[0].config))
+    return vars(saved.model) | vars(saved.moe)
 
 
 def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:
