@@ -67,6 +67,8 @@ def describe_layout(layers: Sequence[LayerSpec], topology: Topology, how: Pipeli
             [(str(s), _span(p.layers), f"{p.parameters:,}") for s, p in enumerate(plans)],
         ),
         "",
+        *_table(("layers", "parameters of each", "on a rank", "experts of each"), _layer_rows(plans, topology)),
+        "",
         *_table(("rank", "pipeline", "data", "tensor", "parameters"), _rank_rows(plans, topology)),
         "",
         "groups",
@@ -76,6 +78,32 @@ def describe_layout(layers: Sequence[LayerSpec], topology: Topology, how: Pipeli
     for axis in ("tensor", "pipeline", "data", "tied_data", *expert):
         lines.append(f"  {axis:9} {_groups(topology, axis)}")
     return "\n".join(lines)
+
+
+def _layer_rows(plans: Sequence[StagePlan], topology: Topology) -> list[tuple[str, ...]]:
+    """Layers that are alike in one row, in the order of the model. A tied weight counts where it comes first."""
+    layers: dict[str, list[ParamInfo]] = {}
+    for info in (info for plan in plans for info in plan.infos):
+        names = [name for plan in plans for name in plan.layers if info.name.startswith(f"{name}.")]
+        layers.setdefault(names[0], []).append(info)
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, infos in layers.items():
+        experts = {
+            f"{i.spec.shape[0]} over {topology.size(i.spec.cut[0])} ranks"
+            for i in infos if i.spec.cut and (i.spec.cut[0] or "").startswith("expert")
+        }
+        figures = (sum(i.spec.numel for i in infos), sum(i.tensor.numel() for i in infos))
+        rows.setdefault((*(f"{n:,}" for n in figures), *experts), []).append(name)
+    return [(_numbers(names), *row, *("",) * (3 - len(row))) for row, names in rows.items()]
+
+
+def _numbers(names: Sequence[str]) -> str:
+    """layers.1,3,5 where all have numbers; of many as layers.1,3,..,95."""
+    numbers = [name.removeprefix("layers.") for name in names]
+    if not all(map(str.isdecimal, numbers)):
+        return " ".join(names)
+    shown = numbers if len(numbers) <= 12 else (*numbers[:2], "..", numbers[-1])
+    return f"layers.{','.join(shown)}"
 
 
 def _rank_rows(plans: Sequence[StagePlan], topology: Topology) -> list[tuple[str, ...]]:

@@ -11,13 +11,15 @@
 #   TENSOR=2 PIPELINE=4 EXPERT=16 ZERO=2                       the layout; EXPERT: by default as many as there can be
 #   TINY=1      seconds on a CPU with made-up data, to see that it works
 #   DRY_RUN=1   print the command, one word per line, and start nothing
+#
+# With --print-layout --world-size N one process shows the layout on N ranks.
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 pretrain() {
-    local nodes="${NODES:-1}" gpus="${GPUS_PER_NODE:-1}"
+    local nodes="${NODES:-1}" gpus="${GPUS_PER_NODE:-1}" asked="" word
     local tensor="${TENSOR:-1}" pipeline="${PIPELINE:-1}" out="${OUT:-runs/$NAME}"
     local tokens="${TRAIN_TOKENS:-300000000000}" sequence="${SEQUENCE:-2048}" std="${INIT_STD:-0.014}"
-    local world=$((nodes * gpus)) largest=0 count data precision steps start
+    local world=$((nodes * gpus)) processes=$((nodes * gpus)) largest=0 count data precision steps start
     read -ra data <<< "--data-path ${DATA:-data/corpus_text_document} --split ${SPLIT:-98,2,0} \
         ${TOKENIZER:---vocab-file data/gpt2-vocab.json --merge-file data/gpt2-merges.txt}"
     precision=(--fp16 --initial-scale-power 11 --loss-scale-window 500 --hysteresis 2 --min-loss-scale 1)
@@ -33,6 +35,10 @@ pretrain() {
         steps=(--train-iters 4 --lr-decay-style cosine --lr-decay-iters 4 --save-interval 4 --log-interval 1)
         export OMP_NUM_THREADS=1
     fi
+    for word in "$@"; do
+        if [ "$asked" = --world-size ]; then world="$word" processes=1; fi
+        asked="$word"
+    done
     # Experts are cut over all ranks of a stage, as far as the largest layer can be.
     for count in $EXPERTS; do largest=$((count > largest ? count : largest)); done
     local expert="${EXPERT:-$(common_divisor "$largest" $((world / pipeline)))}"
@@ -57,7 +63,7 @@ pretrain() {
     prepare_environment
     mkdir -p "$out"
     start=("$PYTHON")
-    if [ "$world" -gt 1 ]; then
+    if [ "$processes" -gt 1 ]; then
         start+=(
             -m torch.distributed.run --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus"
             --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
+import sys
 from math import gcd
 from pathlib import Path
 
@@ -125,3 +128,44 @@ def test_a_tiny_student_learns_from_a_tiny_teacher(tmp_path, capsys):
     lines = [line.split(" | ")[0] for line in capsys.readouterr().out.splitlines()]
     ended = lines.index("distillation ended after iteration 2, and the teacher is freed")
     assert lines[ended - 1] == "iteration 2/4" and lines[ended + 1] == "iteration 3/4"
+
+
+def test_the_other_tiny_models_train_as_they_are(tmp_path):
+    """In plain processes of their scripts, one as two processes with two expert ranks; then the last student."""
+    for name, gpus in (("350m_128", "1"), ("1.3b_128", "2"), ("1.3b_pr", "1"), ("1.3b_pr_mos", "1")):
+        out, teacher = tmp_path / name, f"{tmp_path}/1.3b_pr/checkpoints"
+        if gpus == "1":
+            assert pretrain_gpt.main(flags(name, TINY="1", OUT=str(out), TEACHER=teacher)) == 0
+        else:
+            where = {"MEGAZERO_PYTHON": sys.executable, "GPUS_PER_NODE": gpus, "MASTER_PORT": str(_free_port())}
+            found = subprocess.run(
+                ["bash", f"scripts/pretrain_moe_{name}.sh"], cwd=ROOT, capture_output=True, text=True, timeout=120,
+                env=os.environ | where | {"TINY": "1", "OUT": str(out)},
+            )
+            assert found.returncode == 0 and "experts: layers 1 3 5: 4 over 2 ranks" in found.stdout, found.stderr
+        steps = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        losses = [step["lm_loss"] for step in steps if "split" not in step]
+        assert len(losses) == 4 and all(3 < loss < 6 for loss in losses)
+        assert (out / "checkpoints" / "iter_0000004" / "index.json").is_file()
+
+
+def test_the_layout_of_a_published_model_shows_what_each_layer_gives_a_rank(capsys):
+    """32 experts on 64 ranks: one on each, twice as often; no vocabulary file is needed."""
+    words = ("--vocab-size", "50257", "--print-layout", "--world-size", "64")
+    assert pretrain_gpt.main(flags("350m_pr", *words)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("layers "))
+    rows = [re.split(r"  +", line) for line in lines[start + 1 : lines.index("", start)]]
+    expert = 2 * 1024 * 4096 + 4096 + 1024
+    shown = {row[0]: (int(row[2].replace(",", "")), *row[3:]) for row in rows}
+    block = shown["layers.0,2,4,6,8,10,12,14,16,18,20,22"][0]
+    assert shown["layers.1,3,5,7,9,11,13,15,17,19"] == (block + expert + 32 * 1024 + 2 * 1025, "32 over 32 ranks")
+    assert shown["layers.21,23"] == (block + expert + 64 * 1024 + 2 * 1025, "64 over 64 ranks")
+    whole = sum(int(row[1].replace(",", "")) * len(row[0].split(",")) for row in rows)
+    assert whole == PUBLISHED["350m_pr"][0] - 47 * 1024, "the table pads 50257 words to 50304"
+
+
+def _free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
