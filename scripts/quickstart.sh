@@ -4,38 +4,13 @@
 # stops, resumes as tensor 2 x data 2, and lets the model write. Everything lies under runs/quickstart.
 # A second call keeps the environment and the data, and trains anew into the next folder.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-cd "$ROOT"
-prepare_environment
-SECONDS=0
-export OMP_NUM_THREADS=1
+source "$(dirname "${BASH_SOURCE[0]}")/quickstart_data.sh"
 
 STOP_AT=120    # steps in the first layout
 STEPS=240     # steps in all
 
-DATA=runs/quickstart/data
-mkdir -p "$DATA"
-number=1
-while [ -e "runs/quickstart/run-$number" ]; do number=$((number + 1)); done
-RUN="runs/quickstart/run-$number"
-mkdir "$RUN"
-
-say() { printf '\n== [%d s] %s\n' "$SECONDS" "$*"; }
-
-if [ ! -e "$DATA/corpus.jsonl" ]; then
-    say "corpus: the sources of Python's standard library -> $DATA/corpus.jsonl"
-    "$PYTHON" data_tools/make_corpus.py --output "$DATA/corpus.jsonl" --max-megabytes 10
-fi
-if [ ! -e "$DATA/tokenizer.model" ]; then
-    say "tokenizer: SentencePiece with 4096 entries -> $DATA/tokenizer.model"
-    "$PYTHON" data_tools/train_tokenizer.py --input "$DATA/corpus.jsonl" --vocab-size 4096 \
-        --max-sentences 50000 --model-prefix "$DATA/tokenizer"
-fi
-if [ ! -e "$DATA/corpus_text_document.idx" ]; then
-    say "tokens -> $DATA/corpus_text_document.bin"
-    "$PYTHON" data_tools/preprocess_data.py --input "$DATA/corpus.jsonl" --output-prefix "$DATA/corpus" \
-        --tokenizer-type SentencePieceTokenizer --tokenizer-model "$DATA/tokenizer.model" --append-eod --workers 2
-fi
+prepare_data
+new_run runs/quickstart
 
 MODEL=(
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --swiglu --disable-bias-linear

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -163,6 +164,30 @@ def test_the_layout_of_a_published_model_shows_what_each_layer_gives_a_rank(caps
     assert shown["layers.21,23"] == (block + expert + 64 * 1024 + 2 * 1025, "64 over 64 ranks")
     whole = sum(int(row[1].replace(",", "")) * len(row[0].split(",")) for row in rows)
     assert whole == PUBLISHED["350m_pr"][0] - 47 * 1024, "the table pads 50257 words to 50304"
+
+
+def test_the_quickstart_asks_for_what_it_says(tmp_path):
+    """Its three runs, started by a Python that only writes down what it is asked."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    asked = tmp_path / "asked"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\necho "$@" >> {asked}\n')
+    python.chmod(0o755)
+    found = subprocess.run(
+        ["bash", "scripts/quickstart_moe.sh"], cwd=tmp_path, env=os.environ | {"MEGAZERO_PYTHON": str(python)},
+        capture_output=True, text=True, timeout=60,
+    )
+    assert found.returncode == 0 and "runs/quickstart_moe/run-1/student/checkpoints" in found.stdout, found.stderr
+    runs = [line.partition(" pretrain_gpt.py ")[2].split() for line in asked.read_text().splitlines()]
+    first, again, student = (parse(words)[0] for words in runs if words)
+    for c in (first, again, student):
+        check_world(c, 4)
+        assert c.moe.mlp_type == "residual"
+    assert first.experts == again.experts == (1, 2, 1, 4) and student.experts == (1, 4, 1)
+    assert [[plan.degree for plan in moe_plans(c)] for c in (first, again, student)] == [[2, 2], [2, 4], [2]]
+    assert again.checkpoint.load == student.distill.load_teacher == first.checkpoint.save
+    assert (student.parallel.pipeline_model_parallel_size, first.parallel.tensor_model_parallel_size) == (2, 2)
+    assert 0 < student.distill.kd_stop_iteration < student.batch.train_iters
 
 
 def _free_port():
