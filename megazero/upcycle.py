@@ -190,7 +190,7 @@ def scale_of(moe: MoEConfig, experts: int, how: Upcycling) -> float:
     if not are_equal(sums) and not how.on_average:
         raise ValueError(
             f"the weights of a token's experts do not sum to one number ({router_in_flags(moe)}), so the output would "
-            "change: choose another router, such as --moe-router-topk 2, or give --on-average"
+            "change: choose a router whose weights do (docs/mixture_of_experts.md), or give --on-average"
         )
     total = float(sums[0])
     return 1.0 if isclose(total, 1.0, rel_tol=1e-12) else 1 / total
@@ -227,7 +227,7 @@ def notes_of(moe: MoEConfig, how: Upcycling, scales: Mapping[int, float]) -> Ite
         if scale != 1:
             about = "" if fixed else "about "
             yield f"weights sum to {about}{1 / scale:g} of {experts} experts, whose output is multiplied by {scale:g}"
-    noisy = f", and --jitter {how.jitter:g} apart" if how.jitter else ""
+    noisy = f", but for --jitter {how.jitter:g}" if how.jitter else ""
     yield f"the output is that of the dense model{'' if exact else ' on average'}{noisy}"
     if any(moe.capacity(training=training).factor is not None for training in (True, False)):
         yield "a token that finds no place goes without experts (--disable-moe-token-dropping: there are none)"

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--iteration", type=int, default=0, metavar="N", help="save as the checkpoint of this step [0]")
     add("--seed", type=int, default=1234, metavar="N", help="of routers, and of the noise of --jitter [1234]")
     add("--jitter", type=float, default=0.0, metavar="STD", help="noise on the matrices of each expert [0]")
-    add("--on-average", action="store_true", help="also where weights do not sum to one number: see the documentation")
+    add("--on-average", action="store_true", help="also where weights do not sum to one number")
     return made
 
 
