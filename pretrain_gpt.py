@@ -46,7 +46,7 @@ from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
 from megazero.precision import dtypes
-from megazero.resume import check_same_model, differences, with_agreed_schedule
+from megazero.resume import as_resumed, check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
@@ -142,6 +142,8 @@ def prepare(config: Config, world: World) -> Plan:
     checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
     index = None if checkpoint is None else read_index(checkpoint)[0]
     reached = {} if index is None else index.progress
+    if index is not None and snapshot.is_own(config.checkpoint, checkpoint) and snapshot.holds_moments(index):
+        config = as_resumed(config)
     start = snapshot.start_of(config.checkpoint, checkpoint, reached)
     check_save(config, checkpoint, start)
     changed: tuple[str, ...] = ()
@@ -413,13 +415,15 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
 
 def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None:
     """Raises ValueError where --save could not be made or written to, or holds what this run would mix itself with:
-    checkpoints later than the one it starts from, unless --ckpt-step goes back on purpose. Makes nothing."""
+    checkpoints later than the one it starts from, unless --ckpt-step or --load goes back to one by name. Makes
+    nothing."""
     if config.checkpoint.save is None or config.batch.skip_train:
         return
     root = Path(config.checkpoint.save)
     check_folder("--save", root)
     newest = latest(root, say=lambda line: None)
-    goes_back = config.checkpoint.ckpt_step is not None and checkpoint is not None and checkpoint.parent == root
+    by_name = config.checkpoint.ckpt_step is not None or str(checkpoint) == config.checkpoint.load
+    goes_back = by_name and checkpoint is not None and checkpoint.parent == root
     if newest is not None and newest > start.iteration and not goes_back:
         raise ValueError(
             f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration "
@@ -430,7 +434,7 @@ def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None
 def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
     """The settings of the model and its experts in the checkpoint that --load names, for --use-checkpoint-args."""
     root = given.get("load")
-    found = root and snapshot.find(Path(str(root)), given.get("ckpt_step"), speaks=False)
+    found = root and snapshot.find(Path(str(root)), given.get("ckpt_step"), say=lambda line: None)
     if not root or not found:
         raise ValueError(f"--use-checkpoint-args: --load {root}: there is no complete checkpoint")
     saved = Config.from_json(json.dumps(read_index(found)[0].config))
@@ -439,12 +443,12 @@ def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
 
 def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:
     """The folder to start from; None: start anew. Raises ValueError where --load names nothing."""
-    wanted = config.checkpoint
+    wanted, say = config.checkpoint, print if speaks else lambda line: None
     found = None
     if wanted.auto_resume:
-        found = snapshot.find(Path(wanted.save), wanted.ckpt_step, speaks=speaks)
+        found = snapshot.find(Path(wanted.save), wanted.ckpt_step, say=say)
     if found is None and wanted.load is not None:
-        found = snapshot.find(Path(wanted.load), wanted.ckpt_step, speaks=speaks)
+        found = snapshot.find(Path(wanted.load), wanted.ckpt_step, say=say)
         if found is None:
             where = Path(wanted.load) if wanted.ckpt_step is None else folder_of(Path(wanted.load), wanted.ckpt_step)
             raise ValueError(f"--load {wanted.load}: there is no complete checkpoint in {where}")

@@ -12,14 +12,14 @@ class CheckpointConfig:
     """What is saved, and where a run starts from."""
 
     save: str | None = flag(None, "folder to save to")
-    load: str | None = flag(None, "folder to load from")
+    load: str | None = flag(None, "folder of checkpoints to load from, or one of them")
     save_interval: int | None = flag(None, "steps between saves", at_least=1)
     async_save: bool = flag(False, "copy the state to host memory and write it beside the training")
     keep_last: int | None = flag(None, "remove all saves but the last so many, when a new one is complete", at_least=1)
     save_retain_interval: int | None = flag(None, "remove all but the last save and multiples of this", at_least=1)
     no_save_optim: bool = flag(False, "save weights only; they load with --no-load-optim or --finetune")
     checkpoint_file_mib: int = flag(16384, "a rank begins another file of a save beyond so many MiB", at_least=1)
-    auto_resume: bool = flag(False, "go on from the newest checkpoint in --save, or start anew where there is none")
+    auto_resume: bool = flag(False, "go on from the newest checkpoint in --save, or begin where there is none")
     ckpt_step: int | None = flag(None, "load the checkpoint of this iteration, not the newest", at_least=0)
     use_checkpoint_args: bool = flag(False, "model settings that no flag gives are those of the checkpoint in --load")
     finetune: bool = flag(False, "load weights only and start at iteration 0")

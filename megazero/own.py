@@ -185,7 +185,7 @@ class OwnModel:
 
     def load(self, root: Path) -> bool:
         """Go on from the newest complete checkpoint under `root`; False where there is none."""
-        folder = snapshot.find(root, None, speaks=self.mesh.rank == 0)
+        folder = snapshot.find(root, None, say=print if self.mesh.rank == 0 else lambda line: None)
         if folder is not None:
             self.steps = snapshot.load(folder, self.machine.optimizer, self.mesh, moments=True).iteration
         return folder is not None

@@ -132,6 +132,12 @@ def check_same_model(saved: Config, config: Config) -> None:
         raise ValueError(f"the checkpoint holds another model: {'; '.join(wrong)}")
 
 
+def as_resumed(config: Config) -> Config:
+    """`config` for a run that --auto-resume goes on with: --finetune and --no-load-optim were for its first start, from
+    what --load names, and not for each time that the same command is given again."""
+    return replace(config, checkpoint=replace(config.checkpoint, finetune=False, no_load_optim=False))
+
+
 def with_agreed_schedule(saved: Config, config: Config) -> Config:
     """`config` with the schedule that a resumed run goes on with; the length of the run stays the new one.
 

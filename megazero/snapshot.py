@@ -6,7 +6,7 @@ rank ends with the same one line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .checkpoint import Reader, Wanted, folder_of, latest
@@ -31,22 +31,28 @@ def save(root: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, config: Settings, 
         saver.close()
 
 
+def holds_moments(index: Index) -> bool:
+    """Whether a checkpoint can be gone on from: it holds the optimizer's state, and not the weights alone."""
+    return any(set(entry.dtypes) != {"weight"} for stage in index.stages for entry in stage.tensors.values())
+
+
 def check_moments(folder: Path, index: Index) -> None:
-    """ValueError where a checkpoint holds weights only, and so cannot be gone on from."""
-    if all(set(entry.dtypes) == {"weight"} for stage in index.stages for entry in stage.tensors.values()):
+    """ValueError where a checkpoint holds weights only."""
+    if not holds_moments(index):
         raise ValueError(
             f"{folder}: holds weights only (--no-save-optim): give --finetune to start anew from them, or "
             "--no-load-optim to go on with an optimizer that has seen nothing"
         )
 
 
-def find(root: Path, step: int | None, *, speaks: bool) -> Path | None:
-    """The folder of the checkpoint to load: of iteration `step`, or the newest complete one; None: there is none.
-
-    A rank that speaks prints which newer folders it passes over.
+def find(root: Path, step: int | None, *, say: Callable[[str], None]) -> Path | None:
+    """The folder of the checkpoint to load: of iteration `step`, or the newest complete one, or `root` where that is a
+    checkpoint itself; None: there is none. `say` is told which newer folders are passed over.
     """
+    if step is None and (root / INDEX).is_file():
+        return root
     if step is None:
-        step = latest(root, say=print if speaks else lambda line: None)
+        step = latest(root, say=say)
     return folder_of(root, step) if step is not None and (folder_of(root, step) / INDEX).is_file() else None
 
 
@@ -56,8 +62,12 @@ def start_of(asked: CheckpointConfig, folder: Path | None, reached: Mapping[str,
     if folder is None or asked.finetune:
         return Progress()
     progress = Progress(**{name: reached[name] for name in vars(Progress()) if name in reached})
-    goes_on = asked.auto_resume and folder.parent == Path(asked.save)
-    return progress.recounted() if asked.reset_iteration and not goes_on else progress
+    return progress.recounted() if asked.reset_iteration and not is_own(asked, folder) else progress
+
+
+def is_own(asked: CheckpointConfig, folder: Path) -> bool:
+    """Whether --auto-resume has found a save of the run itself."""
+    return asked.auto_resume and folder.parent == Path(asked.save)
 
 
 def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, verify: bool = True) -> Progress:

@@ -39,7 +39,7 @@ def find_teacher(
     if config.batch.skip_train or not config.distill.teaches(start.iteration, start.consumed_tokens):
         return None
     root = Path(config.distill.load_teacher)
-    folder = find(root, None, speaks=speaks)
+    folder = find(root, None, say=print if speaks else lambda line: None)
     if folder is None:
         raise ValueError(f"--load-teacher {root}: there is no complete checkpoint in it")
     index = read_index(folder)[0]

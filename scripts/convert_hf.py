@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from
 import torch
 
 from megazero import snapshot
-from megazero.checkpoint_index import INDEX
 from megazero.config import Config
 from megazero.hf import export_folder, import_folder
 from megazero.hf_config import flags_of
@@ -90,9 +89,7 @@ def bring_out(args: argparse.Namespace) -> None:
 
 def checkpoint_of(root: str, step: int | None) -> Path:
     """The folder of the checkpoint to read."""
-    if step is None and (Path(root) / INDEX).is_file():
-        return Path(root)
-    found = snapshot.find(Path(root), step, speaks=True)
+    found = snapshot.find(Path(root), step, say=print)
     if found is None:
         which = "no complete checkpoint" if step is None else f"no complete checkpoint of iteration {step}"
         raise ValueError(f"{root}: there is {which}")

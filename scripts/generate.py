@@ -20,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from megazero.checkpoint import Reader, folder_of, latest  # noqa: E402
-from megazero.checkpoint_index import INDEX  # noqa: E402
+from megazero import snapshot  # noqa: E402
+from megazero.checkpoint import Reader  # noqa: E402
 from megazero.config import Config, PrecisionConfig  # noqa: E402
 from megazero.data.loader import DocumentRules  # noqa: E402
 from megazero.data.tokenizer import Tokenizer, build_tokenizer  # noqa: E402
@@ -134,15 +134,12 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
 
 def checkpoint_of(root: str, step: int | None, *, speaks: bool) -> Path:
     """The folder of the checkpoint to read."""
-    if step is None and (Path(root) / INDEX).is_file():
-        return Path(root)
-    if step is None:
-        step = latest(Path(root), say=lambda line: print(line, file=sys.stderr) if speaks else None)
-    if step is None:
+    found = snapshot.find(Path(root), step, say=lambda line: print(line, file=sys.stderr) if speaks else None)
+    if found is None and step is None:
         raise ValueError(f"--load {root}: there is no complete checkpoint")
-    if not (folder_of(Path(root), step) / INDEX).is_file():
+    if found is None:
         raise ValueError(f"--load {root} --ckpt-step {step}: there is no complete checkpoint of this iteration")
-    return folder_of(Path(root), step)
+    return found
 
 
 def open_tokenizer(args: argparse.Namespace, config: Config, vocab: int) -> Tokenizer:

@@ -19,12 +19,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from megazero import snapshot
-from megazero.checkpoint_index import INDEX, read_index
+from megazero.checkpoint_index import read_index
 from megazero.config import Config
 from megazero.flags import parse
 from megazero.settings import flag_name
 from megazero.upcycle import Upcycling, upcycle
+from scripts.generate import checkpoint_of
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, flags = parser().parse_known_args(argv)
     try:
         root, how = Path(args.save), Upcycling(args.seed, args.jitter, args.on_average)
-        dense = checkpoint_of(args.load, args.ckpt_step)
+        dense = checkpoint_of(args.load, args.ckpt_step, speaks=True)
         made = upcycle(dense, root, with_experts(dense, flags), how=how, iteration=args.iteration)
     except (ValueError, OSError) as wrong:
         print(f"upcycle.py: error: {wrong}", file=sys.stderr)
@@ -74,17 +74,6 @@ def with_experts(dense: Path, flags: Sequence[str]) -> Config:
             if section != "moe" and value != before[section][name]:
                 raise ValueError(f"{flag_name(name)}: the model stays the dense one but for its experts")
     return config
-
-
-def checkpoint_of(root: str, step: int | None) -> Path:
-    """The folder of the checkpoint to read."""
-    if step is None and (Path(root) / INDEX).is_file():
-        return Path(root)
-    found = snapshot.find(Path(root), step, speaks=True)
-    if found is None:
-        which = "no complete checkpoint" if step is None else f"no complete checkpoint of iteration {step}"
-        raise ValueError(f"--load {root}: there is {which}")
-    return found
 
 
 if __name__ == "__main__":

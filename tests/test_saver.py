@@ -434,6 +434,30 @@ def test_the_command_line_counts_but_not_for_the_shape(tmp_path: Path, capsys: p
     assert "iteration 2/2" in out
 
 
+def test_a_finetuning_that_was_interrupted_goes_on_when_the_same_command_is_given_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """With --auto-resume, --finetune and --no-load-optim are for what --load names, not for saves of the run itself."""
+    run(capsys, 0, f"--train-iters 2 --save-interval 1 --save {tmp_path}/from")
+    for asked in ("--finetune --override-opt_param-scheduler", "--no-load-optim"):
+        flags = f"--train-iters 5 --save-interval 1 --load {tmp_path}/from {asked} --auto-resume"
+        begin = 0 if "finetune" in asked else 2
+        out, _ = run(capsys, 0, f"{flags} --save {tmp_path}/{begin} --exit-interval 3")
+        assert f"loaded {folder_of(tmp_path / 'from', 2)}, going on after iteration {begin}" in out
+        out, _ = run(capsys, 0, f"{flags} --save {tmp_path}/{begin} --async-save")
+        assert f"loaded {folder_of(tmp_path / str(begin), 3)}, going on after iteration 3" in out
+        run(capsys, 0, f"{flags} --save {tmp_path}/{begin}-straight")
+        assert_same(folder_of(tmp_path / str(begin), 5), folder_of(tmp_path / f"{begin}-straight", 5))
+
+
+def test_a_run_begins_from_a_save_that_load_names(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Which may be an earlier one of the run itself: that goes back on purpose, as --ckpt-step does."""
+    run(capsys, 0, f"--train-iters 3 --save-interval 1 --save {tmp_path}")
+    flags = f"--save-interval 1 --save {tmp_path} --load {folder_of(tmp_path, 1)} --train-iters 2"
+    out, _ = run(capsys, 0, flags)
+    assert "going on after iteration 1" in out and saves(tmp_path) == {1: True, 2: True, 3: True}
+
+
 def test_a_run_that_leaves_when_its_time_is_up_has_saved_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -162,7 +162,7 @@ def test_one_matrix_is_in_memory_at_a_time(dense: dict[str, Path]) -> None:
         ("--num-experts 4 --jitter -1", "--jitter -1.0: must be a finite number of at least 0"),
         ("--num-experts 4 --seed -1", "--seed -1: must be at least 0"),
         ("--num-experts 4 --iteration -1", "--iteration -1: must be at least 0"),
-        ("--num-experts 4 --ckpt-step 1", "there is no complete checkpoint of iteration 1"),
+        ("--num-experts 4 --ckpt-step 1", "there is no complete checkpoint of this iteration"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_nothing_is_written(
