@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
@@ -37,15 +36,14 @@ from megazero.data.samples import Stream  # noqa: E402
 from megazero.data.tokenizer import Tokenizer  # noqa: E402
 from megazero.evaluation import EvaluationSetup, Evaluator, Score, StreamWindows, TextWindows, Windows  # noqa: E402
 from megazero.forward import Weights  # noqa: E402
-from megazero.gpt import WORD_TABLE, GPTSetup, gpt_layers  # noqa: E402
+from megazero.gpt import WORD_TABLE  # noqa: E402
 from megazero.hf import FolderReader  # noqa: E402
 from megazero.parallel.collectives import AgreedError, gather_objects  # noqa: E402
 from megazero.parallel.groups import World, choose_device, connect, disconnect, open_mesh  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.stage import LayerSpec  # noqa: E402
 from megazero.plan import plan_stages  # noqa: E402
-from megazero.precision import dtypes  # noqa: E402
-from scripts.generate import checkpoint_of, open_tokenizer  # noqa: E402
+from scripts.generate import checkpoint_of, layers_of, open_tokenizer  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -126,11 +124,7 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
     seq_length = args.seq_length or model.seq_length
     if model.position_embedding_type == "learned_absolute" and seq_length > model.positions:
         raise ValueError(f"--seq-length {seq_length}: the model has learned positions up to {model.positions} only")
-    compute = dtypes(config.precision).compute
-    residual = torch.float32 if config.precision.fp32_residual_connection else None
-    layers = gpt_layers(
-        GPTSetup(model, vocab, compute, residual=residual, moe=config.moe, experts=config.experts)
-    )
+    layers = layers_of(config, vocab)
     try:
         plan_stages(layers, topology)
     except ValueError as wrong:

@@ -18,6 +18,8 @@ from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
 from megazero import snapshot  # noqa: E402
@@ -116,9 +118,7 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
         raise ValueError(f"{reader.folder}: has no {WORD_TABLE}, so it is not a checkpoint of a GPT")
     model, vocab = config.model, reader.tensors[WORD_TABLE].spec.shape[0]
     tokenizer = open_tokenizer(args, config, vocab)
-    compute = dtypes(config.precision).compute
-    layers = gpt_layers(GPTSetup(model, vocab, compute, moe=config.moe, experts=config.experts))
-    topology = Topology(pipeline, 1, tensor)
+    layers, topology = layers_of(config, vocab), Topology(pipeline, 1, tensor)
     try:
         plan_stages(layers, topology)
     except ValueError as wrong:
@@ -140,6 +140,15 @@ def checkpoint_of(root: str, step: int | None, *, speaks: bool) -> Path:
     if found is None:
         raise ValueError(f"--load {root} --ckpt-step {step}: there is no complete checkpoint of this iteration")
     return found
+
+
+def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
+    """The layers of a checkpoint's model, in the dtypes that its configuration names."""
+    residual = torch.float32 if config.precision.fp32_residual_connection else None
+    dtype = dtypes(config.precision).compute
+    return gpt_layers(
+        GPTSetup(config.model, vocab, dtype, residual=residual, moe=config.moe, experts=config.experts)
+    )
 
 
 def open_tokenizer(args: argparse.Namespace, config: Config, vocab: int) -> Tokenizer:
