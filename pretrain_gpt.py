@@ -153,7 +153,7 @@ def prepare(config: Config, world: World) -> Plan:
             snapshot.check_moments(checkpoint, index)
         saved = Config.from_json(json.dumps(index.config))
         check_same_model(saved, config)
-        if not config.checkpoint.finetune:
+        if not (config.checkpoint.finetune or config.batch.skip_train):
             config = with_agreed_schedule(saved, config)
             schedule_of(config, sizes)
             iterations = config.batch.iterations(
@@ -434,8 +434,10 @@ def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None
 def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
     """The settings of the model and its experts in the checkpoint that --load names, for --use-checkpoint-args."""
     root = given.get("load")
-    found = root and snapshot.find(Path(str(root)), given.get("ckpt_step"), say=lambda line: None)
-    if not root or not found:
+    if root is None:
+        raise ValueError("--use-checkpoint-args needs --load")
+    found = snapshot.find(Path(str(root)), given.get("ckpt_step"), say=lambda line: None)
+    if found is None:
         raise ValueError(f"--use-checkpoint-args: --load {root}: there is no complete checkpoint")
     saved = Config.from_json(json.dumps(read_index(found)[0].config))
     return vars(saved.model) | vars(saved.moe)

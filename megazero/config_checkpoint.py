@@ -42,6 +42,10 @@ class CheckpointConfig:
             raise ValueError(f"--ckpt-step {self.ckpt_step} needs --load")
         if self.reset_iteration and self.load is None:
             raise ValueError("--reset-iteration needs --load")
+        if self.finetune and self.load is None:
+            raise ValueError("--finetune needs --load, which names the weights to begin with")
+        if self.keep_last is not None and self.save is None:
+            raise ValueError(f"--keep-last {self.keep_last} needs --save")
         if self.use_checkpoint_args and self.load is None:
             raise ValueError("--use-checkpoint-args needs --load")
         every = self.save_retain_interval

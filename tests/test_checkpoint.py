@@ -234,11 +234,19 @@ def test_any_safetensors_library_reads_the_files(tmp_path):
         assert len(list(file.keys())) == 3 * len(MODEL)
 
 
-def test_the_folder_is_little_larger_than_its_tensors(tmp_path):
+@pytest.mark.parametrize(
+    ("spec", "expert"),
+    [
+        (ShardSpec((999, 512), ("tensor", None), padded=1024), 1),
+        (ShardSpec((8, 2, 128, 256), ("expert", None, "expert_tensor", None)), 2),
+    ],
+    ids=["dense", "8 experts"],
+)
+def test_the_folder_is_little_larger_than_its_tensors(tmp_path, spec, expert):
     """C049: at most 1.02 times the bytes of the tensors, padding and replicas not stored."""
-    spec = ShardSpec((999, 512), ("tensor", None), padded=1024)
-    topology = Topology(pipeline=1, data=2, tensor=2)
-    bucket = BucketLayout("data", ("weight",), 512 * 256)
+    topology = Topology(pipeline=1, data=2, tensor=2, expert=expert)
+    share = prod(spec.local_shape(topology)) // topology.size(spec.data_axis)
+    bucket = BucketLayout(spec.data_axis, ("weight",), share)
     index = Index(topology, (StageLayout({"weight": TensorEntry(spec, {"weight": "F32"})}, (bucket,)),), {}, {})
     parts = [
         write_rank(

@@ -270,6 +270,8 @@ SECTION_FAULTS = [
     (CheckpointConfig, {"save": "x", "save_interval": 0}, "--save-interval 0: must be at least 1"),
     (CheckpointConfig, {"auto_resume": True}, "--auto-resume needs --save"),
     (CheckpointConfig, {"ckpt_step": 3}, "--ckpt-step 3 needs --load"),
+    (CheckpointConfig, {"finetune": True}, "--finetune needs --load"),
+    (CheckpointConfig, {"keep_last": 2}, "--keep-last 2 needs --save"),
     (RunConfig, {"kernel": ("adam=fast",)}, "--kernel adam=fast: must be OP=triton or OP=torch"),
     (RunConfig, {"world_size": 0}, "--world-size 0: must be at least 1"),
 ]

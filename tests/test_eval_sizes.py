@@ -90,10 +90,12 @@ def test_sizes_that_do_not_fit_are_refused_with_the_equation(flags, equation):
 
 
 def test_skip_train_evaluates_what_was_saved_and_leaves(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """The losses are those that the run itself found at its end; nothing is trained and nothing saved."""
+    """The losses are those that the run itself found at its end; nothing is trained and nothing saved, and no matter
+    what a schedule would be."""
     run = f"{SMALL} {EVALUATES} --save {tmp_path}/run --save-interval 5 --overlap-grad-reduce"
     assert pretrain_gpt.main(f"{run} --metrics-jsonl {tmp_path}/a.jsonl".split()) == 0
     again = f"{run} --load {tmp_path}/run --skip-train --train-iters 9 --metrics-jsonl {tmp_path}/b.jsonl"
+    again += " --weight-decay 0.5"
     capsys.readouterr()
     assert pretrain_gpt.main(again.split()) == 0
     first, second = (

@@ -46,8 +46,7 @@ def write_corpus(prefix: Path, lengths: list[int], seed: int = 1) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Roots of checkpoints of models that know bytes, a corpus, and texts."""
     folder = tmp_path_factory.mktemp("trained")
-    models = {"gpt": "", "llama": LLAMA, "uneven": "--num-layers 3 --bf16 --fp32-residual-connection",
-              "experts": "--num-experts 4 --topk 2 --expert-interval 1 --disable-moe-token-dropping"}
+    models = {"gpt": "", "llama": LLAMA, "uneven": "--num-layers 3 --bf16 --fp32-residual-connection"}
     for name, words in models.items():
         train(f"{BYTES} {words} --train-iters 20 --lr 1e-2 --save {folder / name} --save-interval 20")
     write_corpus(folder / "corpus", [30, 50, 7, 90, 41, 1, 33, 20])
@@ -222,8 +221,7 @@ def score_ranks(words: list[list[str]], ranks: int) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize(
     ("model", "tensor", "pipeline", "data"),
-    [("gpt", 4, 1, 1), ("gpt", 1, 4, 1), ("llama", 2, 2, 1), ("llama", 1, 1, 3), ("gpt", 2, 1, 2), ("uneven", 1, 2, 2),
-     ("experts", 2, 2, 1)],
+    [("gpt", 4, 1, 1), ("gpt", 1, 4, 1), ("llama", 2, 2, 1), ("llama", 1, 1, 3), ("gpt", 2, 1, 2), ("uneven", 1, 2, 2)],
 )
 def test_every_layout_finds_the_same_loss(
     trained: dict[str, Path], model: str, tensor: int, pipeline: int, data: int

@@ -110,6 +110,8 @@ ALONG = {
     "reset_iteration": "--load x",
     "mos": "--load-teacher x",
     "kd": "--load-teacher x",
+    "finetune": "--load x",
+    "keep_last": "--save x --save-interval 3",
     "world_size": "--print-layout",
     "rampup_batch_size": "--global-batch-size 8",
     "valid_data_path": "--train-data-path x",

@@ -487,3 +487,4 @@ def test_the_shape_of_the_model_may_come_from_the_checkpoint(tmp_path: Path, cap
         err = capsys.readouterr().err
         assert told in err and err.count("\n") == 1, err
     assert pretrain_gpt.main(rest.replace(f"--load {tmp_path}/a", "").split()) == 2
+    assert capsys.readouterr().err == "pretrain_gpt.py: error: --use-checkpoint-args needs --load\n"
