@@ -213,6 +213,7 @@ class Evaluator:
         """Windows `numbers`, padded to the full micro-batch and to `seq` labels. ValueError for an id that is none."""
         shape, rules = (self.setup.micro_batch, seq + 1), self.setup.rules
         tokens, begins, mask = np.zeros(shape, np.int64), np.zeros(shape, np.bool_), np.zeros(shape, np.float32)
+        used = np.zeros(shape, np.bool_)
         for row, k in enumerate(numbers):
             window = windows[k]
             stop = len(window.tokens)
@@ -221,7 +222,7 @@ class Evaluator:
                 raise ValueError(
                     f"{windows.describe(k)}: token id {wrong[0]}, but the vocabulary has {self.setup.vocab} entries"
                 )
-            tokens[row, :stop] = window.tokens
+            tokens[row, :stop], used[row, : stop - 1] = window.tokens, True
             mask[row, 1 + window.context : stop] = 1
             if window.begins is not None:
                 begins[row, :stop] = window.begins
@@ -233,6 +234,7 @@ class Evaluator:
             loss_mask=scored if rule is None else scored * rule,
             positions=rules.positions(ids[:-1], marks),
             documents=rules.documents(ids[:-1], marks),
+            used=torch.from_numpy(np.ascontiguousarray(used.T[:-1])),
         )
 
     def _round(self, batches: Sequence[MicroBatch]) -> Tensor:

@@ -30,6 +30,10 @@ from tests.training import LLAMA, train
 EOD = 256
 BYTES = "--tokenizer-type ByteTokenizer --vocab-size 257"
 TEXTS = ["the cat sat on the mat", "a dog ran", "n\u00e9e here and there and everywhere and nowhere", "no no no no"]
+EXPERTS = (
+    "--num-layers 2 --position-embedding-type rope --num-experts 4 --topk 2 --moe-eval-capacity-factor 0.5 "
+    "--moe-min-capacity 1"
+)
 WORD = "one two three four five six seven"
 
 
@@ -46,7 +50,7 @@ def write_corpus(prefix: Path, lengths: list[int], seed: int = 1) -> Path:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Roots of checkpoints of models that know bytes, a corpus, and texts."""
     folder = tmp_path_factory.mktemp("trained")
-    models = {"gpt": "", "llama": LLAMA, "uneven": "--num-layers 3 --bf16 --fp32-residual-connection"}
+    models = {"gpt": "", "llama": LLAMA, "uneven": "--num-layers 3 --bf16 --fp32-residual-connection", "moe": EXPERTS}
     for name, words in models.items():
         train(f"{BYTES} {words} --train-iters 20 --lr 1e-2 --save {folder / name} --save-interval 20")
     write_corpus(folder / "corpus", [30, 50, 7, 90, 41, 1, 33, 20])
@@ -243,6 +247,24 @@ def test_every_layout_finds_the_same_loss(
         for got, alone in zip(found, want, strict=True):
             assert (got.tokens, got.windows, got.right) == (alone.tokens, alone.windows, alone.right)
             assert got.loss_sum == pytest.approx(alone.loss_sum, rel=1e-12)
+
+
+def test_what_fills_up_a_batch_takes_no_place_at_experts(trained: dict[str, Path]) -> None:
+    """Experts take half of what comes: a window has the same loss beside windows that are none, and before padding."""
+    words = ["--load", str(trained["moe"]), "--fp64"]
+    corpus = [*words, "--data-path", str(trained["corpus"]), "--part", "all", "--seq-length", "300"]
+    exact = [*corpus[:-1], "279", "--micro-batch-size", "1"]
+    text = [*words, "--jsonl", str(trained["words"]), "--seq-length", "40"]
+    alike = [
+        [exact, [*corpus, "--micro-batch-size", "3"]],
+        [[*text, "--micro-batch-size", "1"], [*text, "--micro-batch-size", "4"],
+         [*text, "--micro-batch-size", "4", "--last-word"]],
+    ]  # fmt: skip
+    for ranks, layout in ((1, []), (2, ["--tensor-model-parallel-size", "2"])):
+        for commands in alike:
+            found = on_ranks(ranks, score_ranks, [[*command, *layout] for command in commands], ranks)[0]
+            assert found[1].loss_sum == pytest.approx(found[0].loss_sum, rel=1e-12)
+            assert all(score.loss_sum < found[0].loss_sum for score in found[2:])
 
 
 @pytest.mark.parametrize(

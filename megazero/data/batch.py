@@ -39,6 +39,7 @@ class MicroBatch:
     loss_mask  fp32, 1 where a token counts in the loss; None: all count
     positions  int64 position of each token; None: 0 .. seq - 1
     documents  int64 number of the document that a token belongs to, for attention; None: plain causal attention
+    used       bool, False for what only fills up the batch and takes no place at experts; None: all are used
     draw       (seed, iteration, global micro-batch), the root of all random draws; None: evaluation, nothing is drawn
     scale      what the summed loss is multiplied by: 1 / unmasked tokens of the global batch
     lesson     what the head of a student compares itself with; None: there is no teacher
@@ -51,6 +52,7 @@ class MicroBatch:
     loss_mask: Tensor | None = None
     positions: Tensor | None = None
     documents: Tensor | None = None
+    used: Tensor | None = None
     draw: tuple[int, int, int] | None = None
     scale: float = 1.0
     lesson: Lesson | None = None

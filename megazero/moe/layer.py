@@ -71,9 +71,10 @@ class Router(nn.Module):
         logits = gather_whole(wide_linear(x, self.weight, None, self.precision, self.queue), self.group)
         logits = logits[: len(batch.tokens) or None]        # the rest is padding; a stage that reads none has none
         counted = None if batch.loss_mask is None else (batch.loss_mask > 0).T.flatten()
+        used = None if batch.used is None else batch.used.T.flatten()
         return route(
             logits.transpose(0, 1).flatten(0, 1), self.gate, bias=self.expert_bias,
-            tokens=Tokens(logits.shape[1], None, counted, batch.draw),
+            tokens=Tokens(logits.shape[1], used, counted, batch.draw),
             widen=None if batch.draw is None else partial(self._widen, batch),
         )
 
