@@ -3,6 +3,7 @@
     python scripts/generate.py --load runs/a --prompt "Once upon" --num-tokens 80 --temperature 0.7 --top-k 40
     torchrun --nproc-per-node 2 scripts/generate.py --tensor-model-parallel-size 2 --load runs/a --prompt-file - < poem
 
+Experts drop nothing here, whatever their capacity was in training, so a sample does not depend on how many there are.
 Standard output holds the prompt and its continuation and nothing else; with --json one object per sample, with the
 prompt, the text that follows it and the ids of that text.
 """
@@ -146,9 +147,8 @@ def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
     """The layers of a checkpoint's model, in the dtypes that its configuration names."""
     residual = torch.float32 if config.precision.fp32_residual_connection else None
     dtype = dtypes(config.precision).compute
-    return gpt_layers(
-        GPTSetup(config.model, vocab, dtype, residual=residual, moe=config.moe, experts=config.experts)
-    )
+    moe = replace(config.moe, disable_moe_token_dropping_in_eval=True)     # samples are not to crowd each other out
+    return gpt_layers(GPTSetup(config.model, vocab, dtype, residual=residual, moe=moe, experts=config.experts))
 
 
 def open_tokenizer(args: argparse.Namespace, config: Config, vocab: int) -> Tokenizer:

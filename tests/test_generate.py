@@ -198,6 +198,15 @@ def test_json_tells_prompt_text_and_tokens_of_each_sample(
     assert json.loads(again) == samples[0], "a checkpoint's own folder is as good as its root"
 
 
+def test_samples_take_no_places_at_experts_from_each_other(
+    trained: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    """Nor do later tokens from earlier ones: no choice is dropped, whatever the capacity in evaluation."""
+    free = ("--load", trained["experts"], "--prompt", "1 2 3 4 5 6 7 8", "--num-tokens", 12, "--json", "--fp64")
+    several, alone = (said(capsys, 0, *free, "--num-samples", number)[0].splitlines() for number in (3, 1))
+    assert len(several) == 3 and several[0] == alone[0]
+
+
 def test_an_empty_prompt_begins_a_document_where_the_tokenizer_knows_of_documents(
     trained: dict[str, Path], capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
