@@ -140,6 +140,8 @@ class MoEConfig:
                 f"--moe-aux-loss-coeff has {len(given)} numbers, and --moe-router-load-balancing-type "
                 f"{max(1, len(kinds))} kinds"
             )
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(f"--moe-router-load-balancing-type {' '.join(kinds)}: names a kind twice")
         for kind in {"sinkhorn", "none"} & set(kinds):
             if len(kinds) > 1:
                 raise ValueError(f"--moe-router-load-balancing-type {' '.join(kinds)}: {kind} stands alone")

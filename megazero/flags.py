@@ -91,7 +91,9 @@ ACCEPTED = {
     "there is one engine for any pipeline size": "no-pipeline-parallel",
     "every schedule computes exactly the same": "enable-zbh1-exact-semantics",
     "experts are always multiplied as a group, and their rows moved by an uneven all-to-all": """moe-grouped-gemm
-        moe-token-dispatcher-type= moe-flex-dispatcher-backend= moe-permute-fusion use-tutel""",
+        moe-token-dispatcher-type= moe-flex-dispatcher-backend= moe-permute-fusion use-tutel moe-router-fusion
+        moe-use-legacy-grouped-gemm moe-pad-expert-input-to-capacity""",
+    "what every token passes is always computed while rows travel": "moe-shared-expert-overlap",
     "experts always have optimizer states of their own": "create-moe-param-group",
     "every layer's balance is always reported": "moe-per-layer-logging",
 }
@@ -392,6 +394,13 @@ def notices(reading: Reading) -> list[str]:
     teaching = [reading.sources[name] for name in TEACHER_FIELDS if name in reading.values]
     if teaching and not (reading.values.get("mos") or reading.values.get("kd")):
         words.append(f"{', '.join(teaching)} (there is no teacher without --mos or --kd)")
+    values, settings = reading.values, all_settings().values()
+    routing = [
+        reading.sources[s.name] for s in settings
+        if s.section == "moe" and s.name != "num_experts" and s.name in values
+    ]
+    if routing and max(values.get("num_experts", ()), default=1) <= 1:
+        words.append(f"{', '.join(dict.fromkeys(routing))} (no layer has experts without --num-experts above 1)")
     return [f"accepted without effect: {'; '.join(words)}"] if words else []
 
 

@@ -130,6 +130,7 @@ def test_jitter_has_two_spellings():
         ("--moe-router-load-balancing-type sinkhorn --topk 1", "goes without dropping tokens"),
         ("--moe-router-load-balancing-type sinkhorn --moe-router-enable-expert-bias "
          "--moe-router-score-function sigmoid", "neither an expert bias nor groups"),
+        ("--moe-router-load-balancing-type aux_loss aux_loss --moe-aux-loss-coeff 1 2", "names a kind twice"),
         ("--moe-router-load-balancing-type x", "must be one of aux_loss, deepspeed, seq_aux_loss"),
         ("--moe-router-num-groups 2", "--moe-router-num-groups and --moe-router-group-topk go together"),
         ("--num-experts 9 --moe-router-num-groups 2 --moe-router-group-topk 1", "--num-experts 9 is not divisible by"),

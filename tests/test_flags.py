@@ -255,6 +255,15 @@ def test_accepted_flags_are_told_once_with_their_reasons():
     assert notices[0].count("--sequence-parallel") == 1
 
 
+def test_flags_about_experts_are_told_where_there_are_none():
+    """A script that has lost its --num-experts trains a dense model, and says so."""
+    for experts, told in (("", 1), ("--num-experts 1", 1), ("--num-experts 0 1", 1), ("--num-experts 4", 0)):
+        _, notices = parse(f"{BASE} {experts} --topk 2 --mlp-type residual --moe-loss-coeff 0.01".split())
+        assert len(notices) == told
+        assert all("--topk" in n and "--moe-loss-coeff (no layer has experts" in n for n in notices), notices
+        assert all(n.count("--topk") == 1 for n in notices)
+
+
 @pytest.mark.parametrize("name", list(ACCEPTED_FLAGS))
 def test_an_accepted_flag_changes_nothing(name):
     arity = ACCEPTED_FLAGS[name][1]
