@@ -15,6 +15,7 @@ from .config_moe import MoEConfig
 from .data.batch import KD_LOSS, MicroBatch
 from .mlp import MLP
 from .moe.layer import MoELayer, MoESetup
+from .moe.pyramid import layer_parameters
 from .parallel.groups import Mesh
 from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
 from .parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_divergence
@@ -51,6 +52,16 @@ class GPTSetup:
     moe: MoEConfig = MoEConfig()
     experts: tuple[int, ...] = ()
 
+    def experts_of(self, layer: int) -> int:
+        """How many experts a block has, 1: it is dense."""
+        return self.experts[layer] if self.experts else 1
+
+    def cost(self, layer: int) -> float:
+        """Of a block over that of a dense one, by the parameters that work on a token."""
+        blocks = (layer_parameters(self.model, self.moe, experts) for experts in (self.experts_of(layer), 1))
+        mine, dense = (count.active for count in blocks)
+        return mine / dense
+
     def table(self, tensor: int) -> ShardSpec:
         """The spec of a table with one row per token, padded so that every tensor rank holds equally many rows."""
         padded = self.model.padded_vocab(self.vocab, tensor)
@@ -61,7 +72,7 @@ class GPTSetup:
 def gpt_layers(setup: GPTSetup) -> list[LayerSpec]:
     """The model, bottom up."""
     blocks = [
-        LayerSpec(f"layers.{i}", partial(Block, setup, i), cost=1.0, recomputable=True)
+        LayerSpec(f"layers.{i}", partial(Block, setup, i), cost=setup.cost(i), recomputable=True)
         for i in range(setup.model.num_layers)
     ]
     return [
@@ -122,7 +133,7 @@ class Block(nn.Module):
             model, mesh, layer, dtype=setup.dtype, norm_impl=setup.norm_impl, selective=setup.selective
         )
         self.ffn_norm = norm()
-        experts = setup.experts[layer] if setup.experts else 1
+        experts = setup.experts_of(layer)
         if experts > 1:
             self.ffn = MoELayer(MoESetup(model, setup.moe, layer, experts, setup.dtype), mesh)
         else:

@@ -160,6 +160,16 @@ def test_every_expert_starts_with_values_of_its_own() -> None:
     assert up.shape == (8, 128, 32) and len({float(expert[0, 0]) for expert in up}) == 8
 
 
+def test_a_split_by_cost_knows_what_works_on_a_token() -> None:
+    """Two residual blocks, each with an MLP and two experts of a token, weigh as much as four dense ones."""
+    words = "--num-layers 6 --num-experts 8 --moe-layer-freq [1]*2+[0]*4 --topk 2 --mlp-type residual"
+    config, _ = parse(f"{SMALL} {words} --pipeline-model-parallel-size 2 --pipeline-split cost".split())
+    plan = pretrain_gpt.prepare(config, World(0, 2, 0))
+    assert [layer.cost for layer in plan.layers[3:7]] == [1.0] * 4
+    assert plan.layers[1].cost == plan.layers[2].cost == pytest.approx(1 + 2 * 8 / 12, rel=0.05)
+    assert [sum(layer.startswith("layers") for layer in stage.layers) for stage in plan.stages] == [2, 4]
+
+
 @pytest.mark.parametrize("model", [PYRAMID, SHARED])
 def test_a_plan_counts_what_arithmetic_counts(model: str) -> None:
     config, _ = parse(f"{SMALL} {model}".split())
