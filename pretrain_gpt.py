@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = World()
     try:
         world = World.from_environment()
-        config, notices = parse(sys.argv[1:] if argv is None else argv, shape=shape_in_checkpoint)
+        config, notices = parse(sys.argv[1:] if argv is None else argv, shape=snapshot.shape_in_checkpoint)
         if answer(config, world):
             return 0
         plan = prepare(config, world)
@@ -429,18 +429,6 @@ def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None
             f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration "
             f"{start.iteration}: give another folder, go on from there (--load, --auto-resume), or remove what is later"
         )
-
-
-def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
-    """The settings of the model and its experts in the checkpoint that --load names, for --use-checkpoint-args."""
-    root = given.get("load")
-    if root is None:
-        raise ValueError("--use-checkpoint-args needs --load")
-    found = snapshot.find(Path(str(root)), given.get("ckpt_step"), say=lambda line: None)
-    if found is None:
-        raise ValueError(f"--use-checkpoint-args: --load {root}: there is no complete checkpoint")
-    saved = Config.from_json(json.dumps(read_index(found)[0].config))
-    return vars(saved.model) | vars(saved.moe)
 
 
 def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:

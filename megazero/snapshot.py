@@ -6,11 +6,13 @@ rank ends with the same one line.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from .checkpoint import Reader, Wanted, folder_of, latest
-from .checkpoint_index import INDEX, Index
+from .checkpoint_index import INDEX, Index, read_index
+from .config import Config
 from .config_checkpoint import CheckpointConfig
 from .parallel.collectives import together
 from .parallel.groups import Mesh
@@ -54,6 +56,18 @@ def find(root: Path, step: int | None, *, say: Callable[[str], None]) -> Path | 
     if step is None:
         step = latest(root, say=say)
     return folder_of(root, step) if step is not None and (folder_of(root, step) / INDEX).is_file() else None
+
+
+def shape_in_checkpoint(given: Mapping[str, object]) -> dict[str, object]:
+    """The settings of the model and its experts in the checkpoint that --load names, for --use-checkpoint-args."""
+    root = given.get("load")
+    if root is None:
+        raise ValueError("--use-checkpoint-args needs --load")
+    found = find(Path(str(root)), given.get("ckpt_step"), say=lambda line: None)
+    if found is None:
+        raise ValueError(f"--use-checkpoint-args: --load {root}: there is no complete checkpoint")
+    saved = Config.from_json(json.dumps(read_index(found)[0].config))
+    return vars(saved.model) | vars(saved.moe)
 
 
 def start_of(asked: CheckpointConfig, folder: Path | None, reached: Mapping[str, object]) -> Progress:
