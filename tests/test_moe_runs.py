@@ -9,12 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import pretrain_gpt
 from megazero.data.indexed import IndexedWriter
 from megazero.flags import parse
+from megazero.forward import ForwardModel
+from megazero.gpt import GPTSetup, gpt_layers
 from megazero.moe.pyramid import count_parameters
-from megazero.parallel.groups import World
+from megazero.parallel.groups import World, open_mesh
+from megazero.parallel.shard import ShardSpec
+from megazero.parallel.topology import Topology
 from megazero.trainer import Trainer
 from tests.test_moe_parity import FULL, LIMITS, PYRAMID, SHARED
 from tests.training import SMALL, Outcome, distance, train
@@ -152,6 +157,25 @@ def test_the_bias_stays_wide_and_moves_once_per_global_batch() -> None:
     assert torch.equal(bias, steps * 1e-3) or (bias - steps * 1e-3).abs().max() < 1e-9
     assert 0 < steps.abs().max() <= 3
     assert ("layers.2.ffn.router.expert_bias", "exp_avg") not in run.state
+
+
+class Thirds:
+    """Where a model is filled from: every weight is a third."""
+
+    def read_flat(self, name: str, kind: str, spec: ShardSpec, *, start: int, stop: int, **where: object) -> Tensor:
+        return torch.full((stop - start,), 1 / 3)
+
+
+def test_the_bias_is_wide_in_evaluations_of_a_checkpoint_too() -> None:
+    """A model of bf16 that only runs forward chooses by the bias that was trained, not by one cut to eight bits."""
+    config, _ = parse(f"{SMALL} {SHARED}".split())
+    setup = GPTSetup(config.model, 97, torch.bfloat16, moe=config.moe, experts=config.experts)
+    model = ForwardModel(gpt_layers(setup), open_mesh(Topology()))
+    model.load(Thirds())
+    layers = dict(named for stage in model.stages.values() for named in stage.named_layers())
+    router = layers["layers.2"].ffn.router
+    assert router.weight.dtype == torch.bfloat16
+    assert router.expert_bias.tolist() == torch.full((8,), 1 / 3).tolist()
 
 
 def test_every_expert_starts_with_values_of_its_own() -> None:

@@ -59,7 +59,7 @@ class Router(nn.Module):
         declare_wide(self, mesh, setup.experts, model.hidden_size, std=model.init_method_std, dtype=setup.dtype)
         bias, counts = ShardSpec((setup.experts,), (None,)), report_name(setup.layer, "counts")
         self.expert_bias = None if not moe.moe_router_enable_expert_bias else declare_moving(
-            self, "expert_bias", bias, mesh.topology, dtype=setup.dtype,
+            self, "expert_bias", bias, mesh.topology, dtype=torch.promote_types(setup.dtype, torch.float32),
             movement=lambda bias, told: moved_bias(bias, told[counts], moe.moe_router_bias_update_rate),
         )
         self._seen: tuple[int, Tensor] | None = None        # iteration, counts of its gate calls so far
