@@ -71,6 +71,17 @@ def blocks(hidden: int, dtype: torch.dtype, limit: int) -> dict:
     }
 
 
+def tiles(width: int, dtype: torch.dtype, limit: int = 1024) -> dict:
+    """The compile-time arguments of kernels whose elements do not meet along a row: block size, the dtype of the
+    arithmetic, and warps such that a thread moves 16 bytes of bf16 at a time."""
+    block = min(limit, 1 << (width - 1).bit_length())
+    return {
+        "BLOCK": block,
+        "WIDE": tl.float64 if dtype == torch.float64 else tl.float32,
+        "num_warps": max(1, block // 256),
+    }
+
+
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
