@@ -18,7 +18,15 @@ except ImportError:
     triton = tl = None
 
 IMPLS = ("auto", "triton", "torch")
-OPS = ("layer_norm", "rms_norm")
+OPS = (
+    "bias_gelu",
+    "dropout_add",
+    "layer_norm",
+    "rms_norm",
+    "rotary",
+    "swiglu",
+)
+UNSPECIALIZED = ("seed",)       # arguments of kernels that differ from step to step
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,10 @@ class Kernels:
         assert op in OPS, op
         return dict(text.split("=") for text in self.exceptions).get(op, self.default)
 
+    def norm(self, kind: str) -> str:
+        """`impl` of the norm that a model calls LayerNorm or RMSNorm."""
+        return self.impl("layer_norm" if kind == "LayerNorm" else "rms_norm")
+
 
 def use_triton(x: Tensor, impl: str) -> bool:
     """Whether `impl` means the Triton kernel for a tensor like x; "auto" means it on a GPU where triton is installed.
@@ -59,8 +71,9 @@ def use_triton(x: Tensor, impl: str) -> bool:
 
 
 def jit(function: Callable) -> Callable:
-    """triton.jit; the bare function where triton is not installed, and then nothing calls it."""
-    return function if triton is None else triton.jit(function)
+    """triton.jit, which compiles anew for other values of no argument named in UNSPECIALIZED; the bare function where
+    triton is not installed, and then nothing calls it."""
+    return function if triton is None else triton.jit(function, do_not_specialize=UNSPECIALIZED)
 
 
 def _check_impl(flag: str, impl: str) -> None:

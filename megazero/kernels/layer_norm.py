@@ -34,19 +34,19 @@ def _moments(
     """mean and rstd of one row that is wider than a block."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row_start(row, x_inner, x_outer_stride, x_inner_stride)
-    total = tl.zeros((BLOCK,), STATISTICS)
-    for start in range(0, hidden, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        total += tl.load(x_ptr + at, mask=at < hidden, other=0.0).to(STATISTICS)
-    mean = tl.sum(total, 0) / hidden
-    total = tl.zeros((BLOCK,), STATISTICS)
+    mean = tl.full((), 0.0, STATISTICS)
+    squares = tl.full((), 0.0, STATISTICS)          # about the mean of what was read so far (Chan et al., 1979)
     for start in range(0, hidden, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at, mask=at < hidden, other=0.0).to(STATISTICS)
-        centred = tl.where(at < hidden, x - mean, 0.0)
-        total += centred * centred
+        share = tl.minimum(hidden - start, BLOCK).to(STATISTICS)
+        here = tl.sum(x, 0) / share
+        centred = tl.where(at < hidden, x - here, 0.0)
+        weight = share / (start + share)
+        squares += tl.sum(centred * centred, 0) + (here - mean) * (here - mean) * start * weight
+        mean += (here - mean) * weight
     tl.store(mean_ptr + row, mean)
-    tl.store(rstd_ptr + row, 1.0 / tl.sqrt(tl.sum(total, 0) / hidden + eps))
+    tl.store(rstd_ptr + row, 1.0 / tl.sqrt(squares / hidden + eps))
 
 
 @jit
@@ -171,7 +171,7 @@ class _LayerNorm(torch.autograd.Function):
                 rows.data, weight, dy_rows.data, dx, mean, rstd, mean_g, mean_gx, dw, db, rows.count, each, hidden,
                 *rows.layout, *dy_rows.layout, **static,
             )  # fmt: skip
-        return dx, dw.sum(0).to(weight.dtype), db.sum(0).to(weight.dtype), None
+        return dx, dw.sum(0), db.sum(0), None
 
 
 class _WideLayerNorm(torch.autograd.Function):

@@ -146,7 +146,7 @@ class _RMSNorm(torch.autograd.Function):
                 rows.data, weight, dy_rows.data, dx, rstd, mean_gx, dw, rows.count, each, hidden,
                 *rows.layout, *dy_rows.layout, **static,
             )  # fmt: skip
-        return dx, dw.sum(0).to(weight.dtype), None
+        return dx, dw.sum(0), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, impl: str = "auto") -> Tensor:
