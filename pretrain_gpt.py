@@ -10,7 +10,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import gcd
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from megazero import snapshot
 from megazero.batch_sizes import BatchSizes, constant
 from megazero.checkpoint import Writing, folder_of, latest
 from megazero.checkpoint_index import read_index
-from megazero.config import Config, DataConfig, LoggingConfig, RunConfig, check_world
+from megazero.config import Config, DataConfig, LoggingConfig, check_world
 from megazero.data.corpora import left_out, open_samples
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
@@ -28,7 +27,7 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import parse
 from megazero.flops import model_flops
 from megazero.gpt import GPTSetup, gpt_layers
-from megazero.kernels.dispatch import Kernels, use_triton
+from megazero.kernels.dispatch import OPS, Kernels, use_triton
 from megazero.loss_scale import make_loss_scaler
 from megazero.lr_curves import Done
 from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
@@ -161,11 +160,12 @@ def prepare(config: Config, world: World) -> Plan:
             )
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
-    use_triton(torch.empty(0, device=device), norm_impl(config.run, config.model.normalization))
+    for op in OPS:
+        use_triton(torch.empty(0, device=device), kernels_of(config).impl(op))
     layers, how = layers_of(config, vocab), pipelining_of(config)
     teacher = find_teacher(
         config, gpt_of(config, vocab), how.homes(config.parallel.pipeline_model_parallel_size), start,
-        norm_impl=partial(norm_impl, config.run), speaks=world.rank == 0,
+        speaks=world.rank == 0,
     )
     topology = topology_of(config, world.size, () if teacher is None else teacher.experts)
     return Plan(
@@ -337,8 +337,7 @@ def gpt_of(config: Config, vocab: int) -> GPTSetup:
     return GPTSetup(
         config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
         selective=config.recompute.recompute_granularity == "selective",
-        norm_impl=norm_impl(config.run, config.model.normalization), residual=residual_of(config),
-        moe=config.moe, experts=config.experts,
+        kernels=kernels_of(config), residual=residual_of(config), moe=config.moe, experts=config.experts,
     )
 
 
@@ -347,10 +346,9 @@ def residual_of(config: Config) -> torch.dtype | None:
     return torch.float32 if config.precision.fp32_residual_connection else None
 
 
-def norm_impl(run: RunConfig, kind: str) -> str:
-    """Which implementation of that norm the flags ask for."""
-    norm = "layer_norm" if kind == "LayerNorm" else "rms_norm"
-    return Kernels(run.kernels, run.kernel).impl(norm)
+def kernels_of(config: Config) -> Kernels:
+    """Which implementation of each op the flags ask for."""
+    return Kernels(config.run.kernels, config.run.kernel)
 
 
 def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSizes) -> dict[str, SampleSource]:

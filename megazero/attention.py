@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,8 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .data.batch import MicroBatch
+from .kernels.dispatch import Kernels
+from .kernels.rotary import rotary_
 from .parallel.groups import Mesh
 from .parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
 from .parallel.params import Initial
@@ -23,16 +24,20 @@ from .parallel.random import draw_seed, recompute, seed_generator
 
 
 class Attention(nn.Module):
-    """[seq / tensor, batch, hidden] -> the same. Fused qkv: for each query group its queries, one key, one value."""
+    """[seq / tensor, batch, hidden] -> the same. Fused qkv: for each query group its queries, one key, one value.
+
+    With `adds_bias` false the last bias, `out.bias`, is left to the caller, who adds it together with the residual.
+    """
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, layer: int, *, dtype: torch.dtype, norm_impl: str, selective: bool
+        self, model: ModelConfig, mesh: Mesh, layer: int, *, dtype: torch.dtype, kernels: Kernels = Kernels(),
+        selective: bool = False, adds_bias: bool = True,
     ) -> None:
         super().__init__()
         self.layer, self.group, self.selective = layer, mesh.tensor, selective
         self.head_dim, self.queries = model.head_dim, model.queries_per_group
         self.dropout = model.attention_dropout
-        self.rotary = Rotary(model) if model.position_embedding_type == "rope" else None
+        self.rotary = Rotary(model, kernels.impl("rotary")) if model.position_embedding_type == "rope" else None
         fused = (model.query_groups, self.queries + 2, self.head_dim)
         initial = Initial(model.init_method_std)
         self.qkv = ColumnParallelLinear(
@@ -40,12 +45,14 @@ class Attention(nn.Module):
         )
         heads = model.num_attention_heads * self.head_dim
         scaled = Initial(model.init_method_std / math.sqrt(2 * model.num_layers))
-        self.out = RowParallelLinear(heads, model.hidden_size, mesh, initial=scaled, bias=model.bias, dtype=dtype)
+        self.out = RowParallelLinear(
+            heads, model.hidden_size, mesh, initial=scaled, bias=model.bias, dtype=dtype, adds_bias=adds_bias
+        )
         self.q_norm = self.k_norm = None
         if model.qk_layernorm:
             norm = partial(
                 Norm, self.head_dim, mesh, kind=model.normalization, epsilon=model.norm_epsilon, dtype=dtype,
-                impl=norm_impl,
+                impl=kernels.norm(model.normalization),
             )
             self.q_norm, self.k_norm = norm(), norm()
 
@@ -96,8 +103,9 @@ def document_mask(documents: Tensor | None, seq: int) -> Tensor | None:
 class Rotary(nn.Module):
     """Rotary positions (Su et al., 2021) on the first `rotary_percent` of a head's dims, halves or interleaved."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, impl: str = "auto") -> None:
         super().__init__()
+        self.impl = impl
         self.heads = (-1, model.queries_per_group + 2, model.head_dim)
         self.interleaved = model.rotary_interleaved
         self.frequencies = rotary_frequencies(model).to(torch.get_default_device())     # float64 [rotary_dim / 2]
@@ -112,7 +120,7 @@ class Rotary(nn.Module):
         angles = at.double().unsqueeze(-1) * self.frequencies.to(fused.device)
         exact = torch.promote_types(fused.dtype, torch.float32)
         cos, sin = (f(angles).to(exact)[:, :, None, None, :] for f in (torch.cos, torch.sin))
-        return _Rotate.apply(fused, cos, sin, self.heads, self.interleaved)
+        return rotary_(fused, cos, sin, heads=self.heads, interleaved=self.interleaved, impl=self.impl)
 
 
 def rotary_frequencies(model: ModelConfig) -> Tensor:
@@ -130,35 +138,3 @@ def rotary_frequencies(model: ModelConfig) -> Tensor:
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return frequencies * (keep + (1 - keep) / model.rope_scaling_factor)
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotation in place of the fused projection, whose own backward does not need it. Backward turns the other way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, fused: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, ...], interleaved: bool
-    ) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.heads, ctx.interleaved = heads, interleaved
-        ctx.mark_dirty(fused)
-        _rotate_(fused.unflatten(2, heads), cos, sin, interleaved)
-        return fused
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        _rotate_(grad.unflatten(2, ctx.heads), cos, -sin, ctx.interleaved)
-        return grad, None, None, None, None
-
-
-def _rotate_(heads: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
-    """Turn the pairs of all but the last of the q + 2 rows by the given angles, in place."""
-    half = cos.shape[-1]
-    turned = heads[..., :-1, : 2 * half]
-    a, b = (turned[..., 0::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
-    x, y = a.to(cos.dtype), b.to(cos.dtype)
-    left, right = x * cos - y * sin, y * cos + x * sin
-    a.copy_(left)
-    b.copy_(right)

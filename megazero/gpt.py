@@ -13,6 +13,8 @@ from .attention import Attention
 from .config import ModelConfig
 from .config_moe import MoEConfig
 from .data.batch import KD_LOSS, MicroBatch
+from .kernels.dispatch import Kernels
+from .kernels.dropout_add import dropout_add
 from .mlp import MLP
 from .moe.layer import MoELayer, MoESetup
 from .moe.pyramid import layer_parameters
@@ -20,7 +22,7 @@ from .parallel.groups import Mesh
 from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
 from .parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_divergence
 from .parallel.params import Initial, declare
-from .parallel.random import dropout
+from .parallel.random import dropout, seed_draw
 from .parallel.shard import ShardSpec
 from .pipe.output import Output, WithLoss, hidden_of, with_losses_of
 from .pipe.stage import LayerSpec
@@ -35,7 +37,7 @@ class GPTSetup:
     vocab      real entries of the vocabulary
     dtype      of declared parameters before the optimizer takes them: fp32, or fp64 for proofs
     selective  whether the attention core is recomputed
-    norm_impl  which implementation of the norms: auto, torch, triton
+    kernels    which implementation each op has
     residual   dtype of the residual stream; None: that of the parameters
     apart      whether embedding and head live on different pipeline ranks, so that a tied table has two holders
     moe        the rules of layers with experts
@@ -46,7 +48,7 @@ class GPTSetup:
     vocab: int
     dtype: torch.dtype = torch.float32
     selective: bool = False
-    norm_impl: str = "auto"
+    kernels: Kernels = Kernels()
     apart: bool = True
     residual: torch.dtype | None = None
     moe: MoEConfig = MoEConfig()
@@ -123,27 +125,35 @@ class Block(nn.Module):
     def __init__(self, setup: GPTSetup, layer: int, mesh: Mesh) -> None:
         super().__init__()
         model, self.layer, self.group = setup.model, layer, mesh.tensor
-        self.dropout = model.hidden_dropout
+        self.dropout, self.add_impl = model.hidden_dropout, setup.kernels.impl("dropout_add")
         norm = partial(
             Norm, model.hidden_size, mesh, kind=model.normalization, epsilon=model.norm_epsilon, dtype=setup.dtype,
-            impl=setup.norm_impl,
+            impl=setup.kernels.norm(model.normalization),
         )
         self.attention_norm = norm()
         self.attention = Attention(
-            model, mesh, layer, dtype=setup.dtype, norm_impl=setup.norm_impl, selective=setup.selective
+            model, mesh, layer, dtype=setup.dtype, kernels=setup.kernels, selective=setup.selective, adds_bias=False
         )
         self.ffn_norm = norm()
-        experts = setup.experts_of(layer)
-        if experts > 1:
-            self.ffn = MoELayer(MoESetup(model, setup.moe, layer, experts, setup.dtype), mesh)
+        self.experts = setup.experts_of(layer)
+        if self.experts > 1:
+            self.ffn = MoELayer(MoESetup(model, setup.moe, layer, self.experts, setup.dtype), mesh)
         else:
-            self.ffn = MLP(model, mesh, dtype=setup.dtype)
+            self.ffn = MLP(model, mesh, dtype=setup.dtype, kernels=setup.kernels, adds_bias=False)
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Output:
-        drop = partial(dropout, probability=self.dropout, draw=batch.draw, layer=self.layer, index=self.group.index)
-        x = x + drop(self.attention(self.attention_norm(x), batch), purpose="attention output")
+        y = self.attention(self.attention_norm(x), batch)
+        x = self._add(x, y, self.attention.out.bias, batch, "attention output")
         y = self.ffn(self.ffn_norm(x), batch)
-        return with_losses_of(x + drop(hidden_of(y), purpose="ffn output"), y)
+        bias = self.ffn.down.bias if self.experts == 1 else None
+        return with_losses_of(self._add(x, hidden_of(y), bias, batch, "ffn output"), y)
+
+    def _add(self, x: Tensor, y: Tensor, bias: Tensor | None, batch: MicroBatch, purpose: str) -> Tensor:
+        """x + dropout(y + bias)."""
+        if batch.draw is None or not self.dropout:
+            return dropout_add(y, x, bias, impl=self.add_impl)
+        seed = seed_draw(x.device, batch.draw, self.layer, purpose, self.group.index)
+        return dropout_add(y, x, bias, self.dropout, seed, self.add_impl)
 
 
 class FinalNorm(nn.Module):
@@ -154,7 +164,7 @@ class FinalNorm(nn.Module):
         model = setup.model
         self.norm = Norm(
             model.hidden_size, mesh, kind=model.normalization, epsilon=model.norm_epsilon, dtype=setup.dtype,
-            impl=setup.norm_impl,
+            impl=setup.kernels.norm(model.normalization),
         )
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:

@@ -12,20 +12,17 @@ from torch import Tensor, nn
 
 from .config import ModelConfig
 from .data.batch import MicroBatch
+from .kernels.bias_gelu import bias_gelu
+from .kernels.dispatch import Kernels, use_triton
+from .kernels.swiglu import swiglu
 from .parallel.groups import Mesh
-from .parallel.layers import ColumnParallelLinear, RowParallelLinear
+from .parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_linear
 from .parallel.params import Initial
 
 
 def squared_relu(x: Tensor) -> Tensor:
     """relu(x)^2 (So et al., 2021)."""
     return F.relu(x).square()
-
-
-def swiglu(x: Tensor) -> Tensor:
-    """silu(gate) * up for x = [gate, up] along the last dim (Shazeer, 2020): [..., 2 ffn] -> [..., ffn]."""
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -36,19 +33,35 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class MLP(nn.Module):
-    """[seq / tensor, batch, hidden] -> the same."""
+GELUS = {"gelu": "none", "gelu_tanh": "tanh"}       # which have a kernel that adds the bias too -> its approximation
 
-    def __init__(self, model: ModelConfig, mesh: Mesh, *, dtype: torch.dtype) -> None:
+
+class MLP(nn.Module):
+    """[seq / tensor, batch, hidden] -> the same. With `adds_bias` false the last bias, `down.bias`, is left to the
+    caller, who adds it together with the residual."""
+
+    def __init__(
+        self, model: ModelConfig, mesh: Mesh, *, dtype: torch.dtype, kernels: Kernels = Kernels(),
+        adds_bias: bool = True,
+    ) -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[model.activation]
+        self.activation, self.gelu = ACTIVATIONS[model.activation], GELUS.get(model.activation)
+        if model.activation == "swiglu":
+            self.activation = partial(swiglu, impl=kernels.impl("swiglu"))
+        self.gelu_impl = kernels.impl("bias_gelu")
         out, cut = ((2, model.ffn), 1) if model.gated else ((model.ffn,), 0)
         initial = Initial(model.init_method_std)
         scaled = Initial(model.init_method_std / math.sqrt(2 * model.num_layers))
         self.up = ColumnParallelLinear(
             model.hidden_size, out, mesh, cut=cut, initial=initial, bias=model.bias, dtype=dtype
         )
-        self.down = RowParallelLinear(model.ffn, model.hidden_size, mesh, initial=scaled, bias=model.bias, dtype=dtype)
+        self.down = RowParallelLinear(
+            model.ffn, model.hidden_size, mesh, initial=scaled, bias=model.bias, dtype=dtype, adds_bias=adds_bias
+        )
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
+        if self.gelu is not None and use_triton(x, self.gelu_impl):
+            up = self.up        # without its bias, whose gradient the kernel sums where it has it in registers
+            wide = gather_linear(x, up.weight, None, up.group, up.queue)
+            return self.down(bias_gelu(wide, up.bias, self.gelu, self.gelu_impl))
         return self.down(self.activation(self.up(x)))

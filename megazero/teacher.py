@@ -6,7 +6,7 @@ Its shape is that of its checkpoint; flags that name it only have to agree. mega
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
@@ -28,11 +28,10 @@ from .trainer import Progress
 
 
 def find_teacher(
-    config: Config, student: GPTSetup, homes: Sequence[int], start: Progress, *,
-    norm_impl: Callable[[str], str], speaks: bool,
+    config: Config, student: GPTSetup, homes: Sequence[int], start: Progress, *, speaks: bool
 ) -> Teacher | None:
     """Who teaches a run from `start` on: the newest model in --load-teacher, as it is built beside `student` on stages
-    with these homes; None: nobody, or no longer. `norm_impl` says what computes a norm of a kind.
+    with these homes; None: nobody, or no longer.
 
     Raises ValueError where there is none, or one that cannot teach this student on these ranks.
     """
@@ -49,7 +48,7 @@ def find_teacher(
         check_layout(model, config.parallel)
         setup = replace(
             student, model=model, moe=saved.moe, experts=teachers_experts(saved, config),
-            dtype=dtypes(config.precision).compute, norm_impl=norm_impl(model.normalization),
+            dtype=dtypes(config.precision).compute,
         )
         teacher = Teacher(gpt_layers(setup), folder, setup.experts)
         cut_layers(teacher.layers, homes)

@@ -284,7 +284,7 @@ def _norm(x, weight, bias):
 def test_attention_equals_explicit_heads(changes, selective):
     """Forward and all gradients in fp64; 1, 2 and 4 query groups, any head size, q/k norm, biases."""
     model, mesh = config(**changes), mesh_on_paper(Topology(), 0)
-    attention = Attention(model, mesh, 0, dtype=torch.float64, norm_impl="auto", selective=selective)
+    attention = Attention(model, mesh, 0, dtype=torch.float64, selective=selective)
     initialize(collect([("attention", attention)]), mesh.topology, 0, seed=4)
     generator = torch.Generator().manual_seed(1)
     for p in attention.parameters():

@@ -117,13 +117,16 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Linear layer whose inputs are cut over tensor: [seq, batch, in / tensor] -> [seq / tensor, batch, out].
 
-    The bias is added after the sum, once; each rank sees other tokens, so its gradient is summed over tensor.
+    The bias is added after the sum, once; each rank sees other tokens, so its gradient is summed over tensor. With
+    `adds_bias` false that is left to the caller.
     """
 
     def __init__(
-        self, size_in: int, size_out: int, mesh: Mesh, *, initial: Initial, bias: bool, dtype: torch.dtype
+        self, size_in: int, size_out: int, mesh: Mesh, *, initial: Initial, bias: bool, dtype: torch.dtype,
+        adds_bias: bool = True,
     ) -> None:
         super().__init__()
+        self.adds_bias = adds_bias
         self.group, self.queue = mesh.tensor, mesh.weights
         spec = ShardSpec((size_out, size_in), (None, "tensor"))
         self.weight = declare(self, "weight", spec, mesh.topology, initial=initial, dtype=dtype)
@@ -132,7 +135,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = _LinearScatter.apply(x, self.weight, self.group, self.queue)
-        return y if self.bias is None else y + self.bias
+        return y + self.bias if self.adds_bias and self.bias is not None else y
 
 
 class _Lookup(torch.autograd.Function):

@@ -32,6 +32,13 @@ def seed_generator(device: torch.device, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
+def seed_draw(device: torch.device, draw: Draw, layer: int, purpose: str, index: int | None) -> int:
+    """Seed the default generator of `device` for one draw. Returns the seed, for kernels that draw by themselves."""
+    seed = draw_seed(draw, layer, purpose, index)
+    seed_generator(device, seed)
+    return seed
+
+
 def dropout(x: Tensor, probability: float, draw: Draw | None, *, layer: int, purpose: str, index: int | None) -> Tensor:
     """Zero elements of `x` with `probability` and scale the rest; `draw` None (evaluation) leaves `x` alone.
 
@@ -39,7 +46,7 @@ def dropout(x: Tensor, probability: float, draw: Draw | None, *, layer: int, pur
     """
     if draw is None or probability == 0.0:
         return x
-    seed_generator(x.device, draw_seed(draw, layer, purpose, index))
+    seed_draw(x.device, draw, layer, purpose, index)
     return torch.native_dropout(x, probability, True)[0]       # keeps one byte per element for the backward
 
 
