@@ -40,8 +40,10 @@ def case(
     return Case(op, kernel, note, least, tuple(fp32.split()), tuple(cached.split()), count, constants)
 
 
-WHOLE = {"BLOCK": 4096, "WHOLE": True, "STATISTICS": FP32, "num_warps": 8}          # a row is one block of a norm
-LONG = {"BLOCK": 8192, "WHOLE": False, "STATISTICS": FP32, "num_warps": 16}         # a row is many
+WHOLE = {"BLOCK": 4096, "WHOLE": True, "STATISTICS": FP32, "ADDS": False, "num_warps": 8}      # a row is one block
+LONG = {"BLOCK": 8192, "WHOLE": False, "STATISTICS": FP32, "ADDS": False, "num_warps": 16}     # a row is many
+ADDS = WHOLE | {"ADDS": True}
+WIDE = ADDS | {"num_warps": 16}         # the widest rows that are one block: rows.py's limits
 TILE = {"BLOCK": 1024, "WIDE": FP32, "num_warps": 4}
 GELU = TILE | {"BIASED": True}
 HEAD = {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "BLOCK_REST": 0, "x_stride": 1, "y_stride": 1, "num_warps": 4}
@@ -49,12 +51,20 @@ MEANS = "mean rstd mean_g mean_gx dw db"
 
 CASES = (
     case("layer_norm", "_forward", "whole rows", least=4, fp32=MEANS, cached="w b", **WHOLE),
+    case("layer_norm", "_forward", "whole rows, added", least=8, fp32=MEANS, cached="w b", **ADDS),
+    case("layer_norm", "_backward", "whole rows, added", least=8, fp32=MEANS, **ADDS),
+    case("layer_norm", "_forward", "widest whole rows", least=8, fp32=MEANS, cached="w b", **WIDE | {"BLOCK": 16384}),
+    case("layer_norm", "_backward", "widest whole rows", least=8, fp32=MEANS, **WIDE | {"BLOCK": 8192}),
     case("layer_norm", "_forward", "long rows", least=4, fp32=MEANS, cached="w b", **LONG),
     case("layer_norm", "_moments", "long rows", least=2, fp32=MEANS, **LONG),
     case("layer_norm", "_backward", "whole rows", least=6, fp32=MEANS, **WHOLE),
     case("layer_norm", "_backward", "long rows", least=6, fp32=MEANS, **LONG),
     case("layer_norm", "_means", "long rows", least=4, fp32=MEANS, cached="w", **LONG),
     case("rms_norm", "_forward", "whole rows", least=4, fp32=MEANS, cached="w", **WHOLE),
+    case("rms_norm", "_forward", "whole rows, added", least=8, fp32=MEANS, cached="w", **ADDS),
+    case("rms_norm", "_backward", "whole rows, added", least=8, fp32=MEANS, **ADDS),
+    case("rms_norm", "_forward", "widest whole rows", least=8, fp32=MEANS, cached="w", **WIDE | {"BLOCK": 16384}),
+    case("rms_norm", "_backward", "widest whole rows", least=8, fp32=MEANS, **WIDE | {"BLOCK": 8192}),
     case("rms_norm", "_forward", "long rows", least=4, fp32=MEANS, cached="w", **LONG),
     case("rms_norm", "_moments", "long rows", least=2, fp32=MEANS, **LONG),
     case("rms_norm", "_backward", "whole rows", least=6, fp32=MEANS, **WHOLE),

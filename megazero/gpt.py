@@ -143,8 +143,12 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Output:
         y = self.attention(self.attention_norm(x), batch)
-        x = self._add(x, y, self.attention.out.bias, batch, "attention output")
-        y = self.ffn(self.ffn_norm(x), batch)
+        if self.attention.out.bias is None and not (self.dropout and batch.draw is not None):
+            z, x = self.ffn_norm(y, x)
+        else:
+            x = self._add(x, y, self.attention.out.bias, batch, "attention output")
+            z = self.ffn_norm(x)
+        y = self.ffn(z, batch)
         bias = self.ffn.down.bias if self.experts == 1 else None
         return with_losses_of(self._add(x, hidden_of(y), bias, batch, "ffn output"), y)
 

@@ -16,7 +16,7 @@ from .kernels.bias_gelu import bias_gelu
 from .kernels.dispatch import Kernels, use_triton
 from .kernels.swiglu import swiglu
 from .parallel.groups import Mesh
-from .parallel.layers import ColumnParallelLinear, RowParallelLinear, gather_linear
+from .parallel.layers import ColumnParallelLinear, RowParallelLinear
 from .parallel.params import Initial
 
 
@@ -61,7 +61,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
         if self.gelu is not None and use_triton(x, self.gelu_impl):
-            up = self.up        # without its bias, whose gradient the kernel sums where it has it in registers
-            wide = gather_linear(x, up.weight, None, up.group, up.queue)
-            return self.down(bias_gelu(wide, up.bias, self.gelu, self.gelu_impl))
+            wide = self.up(x, adds_bias=False)      # the kernel sums the bias's gradient where it has it in registers
+            return self.down(bias_gelu(wide, self.up.bias, self.gelu, self.gelu_impl))
         return self.down(self.activation(self.up(x)))

@@ -4,6 +4,8 @@
     dx = rstd * (g - mean(g) - xhat * mean(g * xhat))
     dweight = sum(dy * xhat),  dbias = sum(dy)          over rows
 
+With a residual it is h = x + residual that is normed, h is a result too, and its gradient dh is added to dx.
+
 Statistics in fp32 (fp64 for fp64); sums over rows are deterministic: one partial row a program, added up by torch.
 """
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .dispatch import jit, tl, use_triton
-from .rows import BACKWARD_LIMIT, FORWARD_LIMIT, PARTIALS, blocks, row_start, rows_of, statistics_dtype
+from .rows import BACKWARD_LIMIT, FORWARD_LIMIT, NO_ROWS, PARTIALS, blocks, row_start, rows_of, statistics_dtype
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -51,15 +53,22 @@ def _moments(
 
 @jit
 def _forward(
-    x_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, hidden, eps, x_inner, x_outer_stride, x_inner_stride,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+    x_ptr, r_ptr, h_ptr, w_ptr, b_ptr, y_ptr, mean_ptr, rstd_ptr, hidden, eps,
+    x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row; its statistics are taken here if the block is the WHOLE row, else read."""
+    """One block of one row; its statistics are taken here if the block is the WHOLE row, else read. With ADDS it is h =
+    x + residual that is normed."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden
     x_ptr += row_start(row, x_inner, x_outer_stride, x_inner_stride)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+    if ADDS:
+        r_ptr += row_start(row, r_inner, r_outer_stride, r_inner_stride)
+        sums = x + tl.load(r_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+        tl.store(h_ptr + row * hidden + at, sums, mask=mask)
+        x = sums.to(h_ptr.dtype.element_ty).to(STATISTICS)      # as the backward will read it
     if WHOLE:
         mean = tl.sum(x, 0) / hidden
         centred = tl.where(mask, x - mean, 0.0)
@@ -102,11 +111,14 @@ def _means(
 
 @jit
 def _backward(
-    x_ptr, w_ptr, dy_ptr, dx_ptr, mean_ptr, rstd_ptr, mean_g_ptr, mean_gx_ptr, dw_ptr, db_ptr, rows, each, hidden,
+    x_ptr, w_ptr, dy_ptr, dh_ptr, dx_ptr, mean_ptr, rstd_ptr, mean_g_ptr, mean_gx_ptr, dw_ptr, db_ptr,
+    rows, each, hidden,
     x_inner, x_outer_stride, x_inner_stride, dy_inner, dy_outer_stride, dy_inner_stride,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+    dh_inner, dh_outer_stride, dh_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of `each` rows: their dx, and the sum of their dweight and dbias as one partial row."""
+    """One block of `each` rows: their dx (with ADDS plus dh), and the sum of their dweight and dbias as one partial
+    row."""
     program = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden
@@ -127,7 +139,11 @@ def _backward(
         else:
             mean_g = tl.load(mean_g_ptr + row)
             mean_gx = tl.load(mean_gx_ptr + row)
-        tl.store(dx_ptr + row * hidden + at, rstd * (g - mean_g - xhat * mean_gx), mask=mask)
+        dx = rstd * (g - mean_g - xhat * mean_gx)
+        if ADDS:
+            dh_start = row_start(row, dh_inner, dh_outer_stride, dh_inner_stride)
+            dx += tl.load(dh_ptr + dh_start + at, mask=mask, other=0.0).to(STATISTICS)
+        tl.store(dx_ptr + row * hidden + at, dx, mask=mask)
         dw += dy * xhat
         db += dy
     tl.store(dw_ptr + program * hidden + at, dw, mask=mask)
@@ -135,32 +151,45 @@ def _backward(
 
 
 class _LayerNorm(torch.autograd.Function):
+    """y, and h = x + residual beside it where there is a residual."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        rows, hidden = rows_of(x), x.shape[-1]
-        static = blocks(hidden, x.dtype, FORWARD_LIMIT)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        mean, rstd = torch.empty(2, rows.count, device=x.device, dtype=statistics_dtype(x.dtype))
+    def forward(
+        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
+        dtype, hidden = torch.promote_types(*ctx.dtypes), x.shape[-1]
+        static = blocks(hidden, dtype, FORWARD_LIMIT)
+        adds = residual is not None and static["WHOLE"]
+        if adds:
+            h, r_rows = torch.empty(x.shape, device=x.device, dtype=dtype), rows_of(residual)
+        else:       # a row of many blocks is read twice anyway
+            h = x = x if residual is None else x + residual
+            r_rows = NO_ROWS
+        rows, y = rows_of(x), torch.empty(x.shape, device=x.device, dtype=dtype)
+        mean, rstd = torch.empty(2, rows.count, device=x.device, dtype=statistics_dtype(dtype))
         if rows.count:
             if not static["WHOLE"]:
                 _moments[(rows.count,)](rows.data, mean, rstd, hidden, eps, *rows.layout, **static)
             _forward[(rows.count, -(-hidden // static["BLOCK"]))](
-                rows.data, weight, bias, y, mean, rstd, hidden, eps, *rows.layout, **static
-            )
-        ctx.save_for_backward(x, weight, mean, rstd)
-        return y
+                rows.data, r_rows.data, h if adds else None, weight, bias, y, mean, rstd, hidden, eps,
+                *rows.layout, *r_rows.layout, **static, ADDS=adds,
+            )  # fmt: skip
+        ctx.save_for_backward(h, weight, mean, rstd)
+        return y if residual is None else (y, h)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        rows, dy_rows, hidden = rows_of(x), rows_of(dy), x.shape[-1]
-        static = blocks(hidden, x.dtype, BACKWARD_LIMIT)
+    def backward(ctx, dy: Tensor, dh: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        h, weight, mean, rstd = ctx.saved_tensors
+        rows, dy_rows, hidden = rows_of(h), rows_of(dy), h.shape[-1]
+        dh_rows = NO_ROWS if dh is None else rows_of(dh)
+        static = blocks(hidden, h.dtype, BACKWARD_LIMIT)
         each = max(1, -(-rows.count // PARTIALS))
         programs = -(-rows.count // each)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dw, db = torch.empty(2, programs, hidden, device=x.device, dtype=mean.dtype)
-        mean_g, mean_gx = torch.empty(2, 1 if static["WHOLE"] else rows.count, device=x.device, dtype=mean.dtype)
+        dx = torch.empty_like(h, memory_format=torch.contiguous_format)
+        dw, db = torch.empty(2, programs, hidden, device=h.device, dtype=mean.dtype)
+        mean_g, mean_gx = torch.empty(2, 1 if static["WHOLE"] else rows.count, device=h.device, dtype=mean.dtype)
         if rows.count:
             if not static["WHOLE"]:
                 _means[(rows.count,)](
@@ -168,10 +197,11 @@ class _LayerNorm(torch.autograd.Function):
                     *rows.layout, *dy_rows.layout, **static,
                 )  # fmt: skip
             _backward[(programs, -(-hidden // static["BLOCK"]))](
-                rows.data, weight, dy_rows.data, dx, mean, rstd, mean_g, mean_gx, dw, db, rows.count, each, hidden,
-                *rows.layout, *dy_rows.layout, **static,
+                rows.data, weight, dy_rows.data, dh_rows.data, dx, mean, rstd, mean_g, mean_gx, dw, db,
+                rows.count, each, hidden, *rows.layout, *dy_rows.layout, *dh_rows.layout, **static, ADDS=dh is not None,
             )  # fmt: skip
-        return dx, dw.sum(0), db.sum(0), None
+        x_dtype, residual_dtype = ctx.dtypes
+        return dx.to(x_dtype), None if dh is None else dx.to(residual_dtype), dw.sum(0), db.sum(0), None
 
 
 class _WideLayerNorm(torch.autograd.Function):
@@ -203,7 +233,18 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, impl:
     `impl` as in dispatch.py; the torch path is torch's own fused op, with weight gradients summed in fp32.
     """
     if use_triton(x, impl):
-        return _LayerNorm.apply(x, weight, bias, eps)
+        return _LayerNorm.apply(x, None, weight, bias, eps)
     if x.itemsize == 2 and not x.is_cuda:
         return _WideLayerNorm.apply(x, weight, bias, eps)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(h), h) of h = x + residual, both [..., hidden] in the wider of the two dtypes. The kernel writes h as
+    it norms it, and adds its gradient where it has that of the norm. `impl` as in dispatch.py."""
+    if use_triton(x, impl):
+        return _LayerNorm.apply(x, residual, weight, bias, eps)
+    h = residual + x
+    return layer_norm(h, weight, bias, eps, impl), h

@@ -4,6 +4,8 @@
     dx = rstd * (g - xhat * mean(g * xhat))
     dweight = sum(dy * xhat)          over rows
 
+With a residual it is h = x + residual that is normed, h is a result too, and its gradient dh is added to dx.
+
 Statistics in fp32 (fp64 for fp64); sums over rows are deterministic: one partial row a program, added up by torch.
 """
 
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .dispatch import jit, tl, use_triton
-from .rows import BACKWARD_LIMIT, FORWARD_LIMIT, PARTIALS, blocks, row_start, rows_of, statistics_dtype
+from .rows import BACKWARD_LIMIT, FORWARD_LIMIT, NO_ROWS, PARTIALS, blocks, row_start, rows_of, statistics_dtype
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,15 +45,22 @@ def _moments(
 
 @jit
 def _forward(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, hidden, eps, x_inner, x_outer_stride, x_inner_stride,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+    x_ptr, r_ptr, h_ptr, w_ptr, y_ptr, rstd_ptr, hidden, eps,
+    x_inner, x_outer_stride, x_inner_stride, r_inner, r_outer_stride, r_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of one row; rstd is taken here if the block is the WHOLE row, else read."""
+    """One block of one row; rstd is taken here if the block is the WHOLE row, else read. With ADDS it is h = x +
+    residual that is normed."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden
     x_ptr += row_start(row, x_inner, x_outer_stride, x_inner_stride)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+    if ADDS:
+        r_ptr += row_start(row, r_inner, r_outer_stride, r_inner_stride)
+        sums = x + tl.load(r_ptr + at, mask=mask, other=0.0).to(STATISTICS)
+        tl.store(h_ptr + row * hidden + at, sums, mask=mask)
+        x = sums.to(h_ptr.dtype.element_ty).to(STATISTICS)      # as the backward will read it
     if WHOLE:
         rstd = 1.0 / tl.sqrt(tl.sum(x * x, 0) / hidden + eps)
         tl.store(rstd_ptr + row, rstd)
@@ -83,11 +92,12 @@ def _means(
 
 @jit
 def _backward(
-    x_ptr, w_ptr, dy_ptr, dx_ptr, rstd_ptr, mean_gx_ptr, dw_ptr, rows, each, hidden,
+    x_ptr, w_ptr, dy_ptr, dh_ptr, dx_ptr, rstd_ptr, mean_gx_ptr, dw_ptr, rows, each, hidden,
     x_inner, x_outer_stride, x_inner_stride, dy_inner, dy_outer_stride, dy_inner_stride,
-    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr,
+    dh_inner, dh_outer_stride, dh_inner_stride,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, STATISTICS: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    """One block of `each` rows: their dx, and the sum of their dweight as one partial row."""
+    """One block of `each` rows: their dx (with ADDS plus dh), and the sum of their dweight as one partial row."""
     program = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < hidden
@@ -105,48 +115,66 @@ def _backward(
             mean_gx = tl.sum(g * xhat, 0) / hidden
         else:
             mean_gx = tl.load(mean_gx_ptr + row)
-        tl.store(dx_ptr + row * hidden + at, rstd * (g - xhat * mean_gx), mask=mask)
+        dx = rstd * (g - xhat * mean_gx)
+        if ADDS:
+            dh_start = row_start(row, dh_inner, dh_outer_stride, dh_inner_stride)
+            dx += tl.load(dh_ptr + dh_start + at, mask=mask, other=0.0).to(STATISTICS)
+        tl.store(dx_ptr + row * hidden + at, dx, mask=mask)
         dw += dy * xhat
     tl.store(dw_ptr + program * hidden + at, dw, mask=mask)
 
 
 class _RMSNorm(torch.autograd.Function):
+    """y, and h = x + residual beside it where there is a residual."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows, hidden = rows_of(x), x.shape[-1]
-        static = blocks(hidden, x.dtype, FORWARD_LIMIT)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rstd = torch.empty(rows.count, device=x.device, dtype=statistics_dtype(x.dtype))
+    def forward(
+        ctx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
+        dtype, hidden = torch.promote_types(*ctx.dtypes), x.shape[-1]
+        static = blocks(hidden, dtype, FORWARD_LIMIT)
+        adds = residual is not None and static["WHOLE"]
+        if adds:
+            h, r_rows = torch.empty(x.shape, device=x.device, dtype=dtype), rows_of(residual)
+        else:       # a row of many blocks is read twice anyway
+            h = x = x if residual is None else x + residual
+            r_rows = NO_ROWS
+        rows, y = rows_of(x), torch.empty(x.shape, device=x.device, dtype=dtype)
+        rstd = torch.empty(rows.count, device=x.device, dtype=statistics_dtype(dtype))
         if rows.count:
             if not static["WHOLE"]:
                 _moments[(rows.count,)](rows.data, rstd, hidden, eps, *rows.layout, **static)
             _forward[(rows.count, -(-hidden // static["BLOCK"]))](
-                rows.data, weight, y, rstd, hidden, eps, *rows.layout, **static
-            )
-        ctx.save_for_backward(x, weight, rstd)
-        return y
+                rows.data, r_rows.data, h if adds else None, weight, y, rstd, hidden, eps,
+                *rows.layout, *r_rows.layout, **static, ADDS=adds,
+            )  # fmt: skip
+        ctx.save_for_backward(h, weight, rstd)
+        return y if residual is None else (y, h)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, rstd = ctx.saved_tensors
-        rows, dy_rows, hidden = rows_of(x), rows_of(dy), x.shape[-1]
-        static = blocks(hidden, x.dtype, BACKWARD_LIMIT)
+    def backward(ctx, dy: Tensor, dh: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        h, weight, rstd = ctx.saved_tensors
+        rows, dy_rows, hidden = rows_of(h), rows_of(dy), h.shape[-1]
+        dh_rows = NO_ROWS if dh is None else rows_of(dh)
+        static = blocks(hidden, h.dtype, BACKWARD_LIMIT)
         each = max(1, -(-rows.count // PARTIALS))
         programs = -(-rows.count // each)
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dw = torch.empty(programs, hidden, device=x.device, dtype=rstd.dtype)
-        mean_gx = torch.empty(1 if static["WHOLE"] else rows.count, device=x.device, dtype=rstd.dtype)
+        dx = torch.empty_like(h, memory_format=torch.contiguous_format)
+        dw = torch.empty(programs, hidden, device=h.device, dtype=rstd.dtype)
+        mean_gx = torch.empty(1 if static["WHOLE"] else rows.count, device=h.device, dtype=rstd.dtype)
         if rows.count:
             if not static["WHOLE"]:
                 _means[(rows.count,)](
                     rows.data, weight, dy_rows.data, rstd, mean_gx, hidden, *rows.layout, *dy_rows.layout, **static
                 )
             _backward[(programs, -(-hidden // static["BLOCK"]))](
-                rows.data, weight, dy_rows.data, dx, rstd, mean_gx, dw, rows.count, each, hidden,
-                *rows.layout, *dy_rows.layout, **static,
+                rows.data, weight, dy_rows.data, dh_rows.data, dx, rstd, mean_gx, dw, rows.count, each, hidden,
+                *rows.layout, *dy_rows.layout, *dh_rows.layout, **static, ADDS=dh is not None,
             )  # fmt: skip
-        return dx, dw.sum(0), None
+        x_dtype, residual_dtype = ctx.dtypes
+        return dx.to(x_dtype), None if dh is None else dx.to(residual_dtype), dw.sum(0), None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, impl: str = "auto") -> Tensor:
@@ -155,5 +183,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, impl: str = "auto") -
     `impl` as in dispatch.py; the torch path is torch's own fused op.
     """
     if use_triton(x, impl):
-        return _RMSNorm.apply(x, weight, eps)
+        return _RMSNorm.apply(x, None, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5, impl: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(h), h) of h = x + residual, both [..., hidden] in the wider of the two dtypes. The kernel writes h as
+    it norms it, and adds its gradient where it has that of the norm. `impl` as in dispatch.py."""
+    if use_triton(x, impl):
+        return _RMSNorm.apply(x, residual, weight, eps)
+    h = residual + x
+    return rms_norm(h, weight, eps, impl), h

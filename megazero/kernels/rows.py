@@ -19,7 +19,7 @@ PARTIALS = 512  # programs among which the rows are divided where a sum over row
 class Rows(NamedTuple):
     """x [..., hidden], contiguous in its last dim, as rows at r // inner * outer_stride + r % inner * inner_stride."""
 
-    data: Tensor
+    data: Tensor | None
     count: int
     inner: int
     outer_stride: int
@@ -29,6 +29,9 @@ class Rows(NamedTuple):
     def layout(self) -> tuple[int, int, int]:
         """The arguments of `row_start` after the row."""
         return self.inner, self.outer_stride, self.inner_stride
+
+
+NO_ROWS = Rows(None, 0, 1, 0, 0)        # stands for an operand that is not there
 
 
 def rows_of(x: Tensor) -> Rows:

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.layer_norm import layer_norm
-from ..kernels.rms_norm import rms_norm
+from ..kernels.layer_norm import add_layer_norm, layer_norm
+from ..kernels.rms_norm import add_rms_norm, rms_norm
 from .collectives import all_gather, reduce_scatter, scatter_sequence, start_all_gather, start_reduce_scatter
 from .groups import Group, Mesh
 from .params import ONES, ZEROS, Initial, declare
@@ -110,8 +110,8 @@ class ColumnParallelLinear(nn.Module):
         spec = ShardSpec(out, axes)
         self.bias = declare(self, "bias", spec, mesh.topology, initial=ZEROS, dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return gather_linear(x, self.weight, self.bias, self.group, self.queue)
+    def forward(self, x: Tensor, *, adds_bias: bool = True) -> Tensor:
+        return gather_linear(x, self.weight, self.bias if adds_bias else None, self.group, self.queue)
 
 
 class RowParallelLinear(nn.Module):
@@ -196,9 +196,15 @@ class Norm(nn.Module):
         biased = kind == "LayerNorm"
         self.bias = declare(self, "bias", spec, mesh.topology, initial=ZEROS, dtype=dtype) if biased else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """In the dtype of x, which is wider than the weights' where the residual stream is; the result in theirs."""
-        weight = self.weight.to(x.dtype)
-        if self.bias is None:
-            return rms_norm(x, weight, self.epsilon, impl=self.impl).to(self.weight.dtype)
-        return layer_norm(x, weight, self.bias.to(x.dtype), self.epsilon, impl=self.impl).to(self.weight.dtype)
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """In the dtype of x, which is wider than the weights' where the residual stream is; the result in theirs.
+
+        With a residual: (the norm of h, h) of h = residual + x, which is as wide as the residual stream.
+        """
+        weight = self.weight.to(x.dtype if residual is None else residual.dtype)
+        parameters = (weight,) if self.bias is None else (weight, self.bias.to(weight.dtype))
+        norm, add = (rms_norm, add_rms_norm) if self.bias is None else (layer_norm, add_layer_norm)
+        if residual is None:
+            return norm(x, *parameters, self.epsilon, impl=self.impl).to(self.weight.dtype)
+        y, h = add(x, residual, *parameters, self.epsilon, impl=self.impl)
+        return y.to(self.weight.dtype), h

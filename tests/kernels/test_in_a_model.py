@@ -39,10 +39,14 @@ def _values(kernels, changes, draw=None, wrap=lambda block, x, batch: block(x, b
     for parameter in block.parameters():        # biases too
         parameter.data.add_(torch.randn(parameter.shape, generator=generator).double() * 0.1)
     x = torch.randn(SEQ, BATCH, HIDDEN, generator=generator).double().requires_grad_()
+    called = set()      # parameters on their way are waited for where a module is called
+    for module in block.modules():
+        module.register_forward_pre_hook(lambda module, inputs: called.add(module))
     batch = MicroBatch(torch.zeros(SEQ, BATCH, dtype=torch.long), draw=draw)
     y = wrap(block, x, batch)
     y.backward(torch.randn(y.shape, generator=generator).double())
     assert all(p.grad is not None for p in block.parameters())
+    assert called >= {module for module in block.modules() if list(module.parameters(recurse=False))}
     return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in block.named_parameters()}
 
 

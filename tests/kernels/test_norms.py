@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megazero.kernels.layer_norm import layer_norm, layer_norm_reference
-from megazero.kernels.rms_norm import rms_norm, rms_norm_reference
+from megazero.kernels.layer_norm import add_layer_norm, layer_norm, layer_norm_reference
+from megazero.kernels.rms_norm import add_rms_norm, rms_norm, rms_norm_reference
 
 pytest.importorskip("triton")
 NORMS = {"layer_norm": (layer_norm, layer_norm_reference, 2), "rms_norm": (rms_norm, rms_norm_reference, 1)}
@@ -53,9 +53,10 @@ def test_rows_wider_than_a_block_are_normed_whole(name, width):  # C145
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_more_rows_than_programs(name):
+def test_more_rows_than_programs(name, monkeypatch):
+    monkeypatch.setattr(f"megazero.kernels.{name}.PARTIALS", 4)
     torch.manual_seed(0)
-    x, dy = torch.randn(2, 515, 3)
+    x, dy = torch.randn(2, 11, 3)
     _assert_same(name, "triton", x, dy)
 
 
@@ -127,3 +128,37 @@ def test_weight_gradients_of_16_bit_numbers_are_summed_in_fp32(op: str) -> None:
         found[dtype] = [parameter.grad.double() for parameter in parameters]
     for got, want in zip(found[torch.bfloat16], found[torch.float64], strict=True):
         assert ((got - want).norm() / want.norm()).item() < 5e-3
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_that_adds_is_the_norm_of_the_sum(name):
+    """Both results and all gradients, for rows of one block and of many, a wider residual, any strides."""
+    torch.manual_seed(0)
+    _, reference, count = NORMS[name]
+    adding = {"layer_norm": add_layer_norm, "rms_norm": add_rms_norm}[name]
+    dense = torch.randn(4, 3, 66)
+    pairs = [
+        (torch.randn(3, 33), torch.randn(3, 33)), (dense[0, :, ::2], dense[1].t()[:3, :1].expand(3, 33)),
+        (dense.transpose(0, 1), torch.randn(3, 4, 66)), (torch.randn(3, 9).double(), torch.randn(3, 9).double()),
+        (torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()),
+        (torch.randn(3, 64).bfloat16(), dense[0, :, :64]), (torch.randn(2, 17000), torch.randn(2, 17000)),
+    ]
+    for x, residual in pairs:
+        wider = torch.promote_types(x.dtype, residual.dtype)
+        parameters = [torch.randn(x.shape[-1]).to(wider) for _ in range(count)]
+        dy, dh = torch.randn(2, *x.shape).to(wider)
+        found = []
+        for impl in ("triton", "torch", None):
+            leaves = [t.detach().requires_grad_() for t in (x, residual, *parameters)]
+            if impl is None:
+                h = leaves[0] + leaves[1]
+                y = reference(h, *leaves[2:], 1e-5)
+            else:
+                y, h = adding(*leaves, 1e-5, impl)
+            torch.autograd.backward((y, h), (dy, dh))
+            found.append([y.detach(), h.detach(), *(leaf.grad for leaf in leaves)])
+        tolerance = TOLERANCE[x.dtype]
+        for got in found[:2]:
+            for a, b in zip(got, found[2], strict=True):
+                assert a.dtype == b.dtype
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * max(1.0, b.abs().max().item()))
