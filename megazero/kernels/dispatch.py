@@ -24,6 +24,7 @@ OPS = (
     "layer_norm",
     "rms_norm",
     "rotary",
+    "softmax",
     "swiglu",
 )
 UNSPECIALIZED = ("seed",)       # arguments of kernels that differ from step to step
