@@ -69,6 +69,7 @@ class Setup:
     recompute: Recompute = Recompute()
     seed: int = 1234
     figures: Callable[[Mapping[str, Tensor], int], dict[str, Any]] = lambda reports, micro_batches: {}
+    adam_impl: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
             homes[info.name] = (*homes.get(info.name, ()), number)
     infos = collect([named for stage in stages.values() for named in stage.named_layers()])
     optimizer = ZeroOptimizer(
-        infos, mesh, rule_of(setup.optimizer), dtype=setup.dtypes.compute, zero=setup.zero, homes=homes
+        infos, mesh, rule_of(setup.optimizer, setup.adam_impl), dtype=setup.dtypes.compute, zero=setup.zero, homes=homes
     )
     queues = {number: stage.weights for number, stage in stages.items()}
     optimizer.attach(list(stages.values()), queues)
@@ -152,14 +153,14 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     )
 
 
-def rule_of(config: OptimizerConfig) -> Rule:
-    """The update rule that the flags name."""
+def rule_of(config: OptimizerConfig, adam_impl: str = "auto") -> Rule:
+    """The update rule that the flags name, with that implementation of Adam's pass."""
     betas = config.adam_beta1, config.adam_beta2
     if config.optimizer == "sgd":
         return SGD(config.sgd_momentum)
     if config.optimizer == "lamb":
         return Lamb(betas, config.adam_eps, (config.lamb_min_coeff, config.lamb_max_coeff))
-    adam = Adam(betas, config.adam_eps, config.decoupled_weight_decay)
+    adam = Adam(betas, config.adam_eps, config.decoupled_weight_decay, adam_impl)
     if config.optimizer == "muon":
         return Muon(config.muon_momentum, config.muon_num_ns_steps, config.muon_bf16, adam)
     return adam

@@ -19,12 +19,14 @@ except ImportError:
 
 IMPLS = ("auto", "triton", "torch")
 OPS = (
+    "adam",
     "bias_gelu",
     "dropout_add",
     "layer_norm",
     "rms_norm",
     "rotary",
     "softmax",
+    "squared_norm",
     "swiglu",
 )
 UNSPECIALIZED = ("seed",)       # arguments of kernels that differ from step to step

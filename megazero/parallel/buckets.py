@@ -85,6 +85,16 @@ class Bucket:
     def slice(self) -> slice:
         return slice(self.owners.index * self.share, (self.owners.index + 1) * self.share)
 
+    @property
+    def copy(self) -> Tensor | None:
+        """What the model computes with of this rank's slice, [share]; None where that is the master copy itself."""
+        return None if self.weight.dtype == self.params.dtype else self.params[self.slice]
+
+    def publish(self) -> None:
+        """Round the master copy into this rank's slice of the parameters."""
+        if self.copy is not None:
+            self.copy.copy_(self.weight)
+
     def state(self, kind: str) -> Tensor:
         """This rank's slice of one kind, [share]."""
         return self.slices[kind]

@@ -16,6 +16,7 @@ from .buckets import Bucket
 from .collectives import all_reduce
 from .groups import Group
 from .params import ParamInfo
+from .rules import scale_
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,11 @@ class Lamb:
         return ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int
+        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int,
+        factor: Tensor | None = None,
     ) -> None:
         """Three passes: the updates into the gradients' memory, the norms of all parameters, the weights."""
+        scale_(grads, factor)
         for bucket, grad in zip(buckets, grads, strict=True):
             self._direct_(bucket, grad, weight_decay if bucket.decay else 0.0, step)
         squares = sums_of_squares(buckets, [[bucket.weight, grad] for bucket, grad in zip(buckets, grads, strict=True)])
@@ -52,6 +55,7 @@ class Lamb:
             for number, ratio in enumerate(ratios):
                 bucket.part(number, grad).mul_(ratio)
             bucket.weight.add_(grad, alpha=-learning_rate)
+            bucket.publish()
 
     def _direct_(self, bucket: Bucket, grad: Tensor, decay: float, step: int) -> None:
         """Gradient [share] -> the update before its ratio, in place."""

@@ -17,7 +17,7 @@ from .buckets import Bucket
 from .collectives import all_to_all
 from .groups import Group
 from .params import ParamInfo
-from .rules import Adam
+from .rules import Adam, scale_
 from .shard import ShardSpec
 
 QUINTIC = (3.4445, -4.7750, 2.0315)     # Jordan's coefficients: singular values end between 0.7 and 1.2
@@ -48,9 +48,11 @@ class Muon:
         return ("momentum",) if is_hidden_matrix(info) else self.adam.kinds(info)
 
     def update(
-        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int
+        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int,
+        factor: Tensor | None = None,
     ) -> None:
         """Bucket by bucket, so that no more than one bucket's matrices are in flight."""
+        scale_(grads, factor)
         pairs = list(zip(buckets, grads, strict=True))
         rest = [pair for pair in pairs if "momentum" not in pair[0].slices]
         self.adam.update([b for b, _ in rest], [g for _, g in rest], learning_rate, weight_decay, step)
@@ -64,6 +66,7 @@ class Muon:
                 if bucket.decay:
                     bucket.weight.mul_(1 - learning_rate * weight_decay)
                 bucket.weight.add_(grad, alpha=-learning_rate)
+                bucket.publish()
 
     def _make_orthogonal_(self, bucket: Bucket, flat: Tensor, load: dict[tuple[int, int], float]) -> None:
         """This rank's slice [share] of a bucket of matrices -> the same of the matrices made orthogonal and scaled."""

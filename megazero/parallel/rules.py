@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.optim.adam import adam
-from torch.optim.adamw import adamw
 
+from ..kernels.adam import AdamStep, adam_
 from .buckets import Bucket
 from .params import ParamInfo
 
@@ -29,9 +27,18 @@ class Rule(Protocol):
         """Names of the state of a parameter beside "weight", as a checkpoint tells them."""
 
     def update(
-        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int
+        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int,
+        factor: Tensor | None = None,
     ) -> None:
-        """Change each bucket's slices by its gradient [share]; `step` counts from 1. Gradients may be overwritten."""
+        """Change each bucket's slices, and this rank's part of its parameters, by its gradient [share] times `factor`
+        (a scalar; None: 1). `step` counts from 1. Gradients may be overwritten."""
+
+
+def scale_(grads: Sequence[Tensor], factor: Tensor | None) -> None:
+    """Multiply each gradient by a scalar on its device; None: leave them."""
+    if factor is not None:
+        for grad in grads:
+            grad.mul_(factor.to(grad.dtype))
 
 
 @dataclass(frozen=True)
@@ -39,11 +46,13 @@ class Adam:
     """Adam (Kingma and Ba, 2015), eps after the bias correction as in torch.
 
     decoupled   weight decay apart from the gradient (AdamW, Loshchilov and Hutter, 2019), or as an L2 term in it
+    impl        of the fused pass: auto, torch, triton
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     decoupled: bool = True
+    impl: str = "auto"
 
     def with_momentum(self, momentum: float) -> Adam:
         """Another beta 1."""
@@ -54,16 +63,16 @@ class Adam:
         return ("exp_avg", "exp_avg_sq")
 
     def update(
-        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int
+        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int,
+        factor: Tensor | None = None,
     ) -> None:
         """One fused pass over each slice."""
-        fused = adamw if self.decoupled else adam
         for bucket, grad in zip(buckets, grads, strict=True):
-            before = torch.full((), float(step - 1), device=grad.device)       # torch counts this step itself
-            fused(
-                [bucket.weight], [grad], [bucket.state("exp_avg")], [bucket.state("exp_avg_sq")], [], [before],
-                fused=True, amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=learning_rate,
-                weight_decay=weight_decay if bucket.decay else 0.0, eps=self.eps, maximize=False,
+            decay = weight_decay if bucket.decay else 0.0
+            adam_(
+                bucket.weight, grad, bucket.state("exp_avg"), bucket.state("exp_avg_sq"),
+                AdamStep(learning_rate, self.betas, self.eps, decay, self.decoupled, step),
+                factor=factor, copy=bucket.copy, impl=self.impl,
             )
 
 
@@ -82,12 +91,15 @@ class SGD:
         return ("momentum",)
 
     def update(
-        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int
+        self, buckets: Sequence[Bucket], grads: Sequence[Tensor], learning_rate: float, weight_decay: float, step: int,
+        factor: Tensor | None = None,
     ) -> None:
         """buffer = momentum * buffer + gradient; weight -= learning rate * buffer."""
+        scale_(grads, factor)
         for bucket, grad in zip(buckets, grads, strict=True):
             if bucket.decay and weight_decay:
                 grad.add_(bucket.weight, alpha=weight_decay)
             buffer = bucket.state("momentum")
             buffer.mul_(self.momentum).add_(grad)
             bucket.weight.add_(buffer, alpha=-learning_rate)
+            bucket.publish()

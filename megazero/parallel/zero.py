@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..kernels.squared_norm import squared_norm
 from ..loss_scale import LossScaler
 from .buckets import Bucket, Bucketing, Owned, make_buckets, place_of
 from .collectives import Pending, all_reduce, gather_objects, start_all_gather
@@ -22,30 +23,6 @@ from .params import ParamInfo
 from .reducer import Reducer
 from .rules import Rule
 from .weights import WeightQueue
-
-NORM_PART = 1 << 15         # elements of a gradient that are widened at once for the norm: they stay in the cache
-NORM_ROW = 1 << 10          # elements whose squares fp32 adds up to 1e-8 or better
-
-
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """Of a 1-D tensor, added up in fp64: scalar.
-
-    On a CPU vector_norm would widen each element by itself, which takes nine times as long, and widening by parts takes
-    four times as long as adding up rows as they are. The parts are for what fp32 squares cannot hold, and for zeros.
-    """
-    if flat.is_cuda:
-        return torch.linalg.vector_norm(flat, dtype=torch.float64).square()
-    whole = flat.numel() // NORM_ROW * NORM_ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1).double()
-    rest = flat[whole:].double()
-    total = torch.dot(rows, rows) + torch.dot(rest, rest)
-    if 1e-24 < total < torch.inf:
-        return total
-    total = torch.zeros((), dtype=torch.float64)
-    for part in flat.split(NORM_PART):
-        wide = part.double()
-        total += torch.dot(wide, wide)
-    return total
 
 
 @dataclass(frozen=True)
@@ -59,6 +36,7 @@ class Zero:
     overlap_gather  parameters are gathered while the next forward runs
     wire_dtype      in which gradients travel; None: as they are kept
     scaler          the loss scale's rule where losses are scaled (fp16) and a step that overflows is skipped
+    norm_impl       of the squared norm: auto, torch, triton
     """
 
     stage: int = 1
@@ -68,6 +46,7 @@ class Zero:
     overlap_gather: bool = False
     wire_dtype: torch.dtype | None = None
     scaler: LossScaler | None = None
+    norm_impl: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -171,19 +150,19 @@ class ZeroOptimizer:
                 first = self.offender()
                 self.reducer.clear()
                 return Update(norm, clipped, skipped=True, first=first)
-        factor = torch.full_like(norm, 1.0 / scale)
+        factor = None if scale == 1.0 and not self.zero.clip else torch.full_like(norm, 1.0 / scale)
         if self.zero.clip > 0:
             factor = factor * (self.zero.clip / (norm + 1e-6)).clamp(max=1.0)
-        if scale != 1.0 or self.zero.clip > 0:
-            for grad in owned:
-                grad.mul_(factor.to(grad.dtype))
         self.updates += 1
+        self.wait()
         rule = self.rule if rates.momentum is None else self.rule.with_momentum(rates.momentum)
         tables = rates.learning_rate if rates.tables is None else rates.tables
         pairs = list(zip(self.trained, owned, strict=True))
         for learning_rate in dict.fromkeys((rates.learning_rate, tables)):
             part = [p for p in pairs if (tables if p[0].infos[0].spec.table else rates.learning_rate) == learning_rate]
-            rule.update([b for b, _ in part], [g for _, g in part], learning_rate, rates.weight_decay, self.updates)
+            rule.update(
+                [b for b, _ in part], [g for _, g in part], learning_rate, rates.weight_decay, self.updates, factor
+            )
         self.reducer.clear()
         self._gather([number for number, bucket in enumerate(self.buckets) if bucket.is_trained])
         return Update(norm, clipped)
@@ -200,7 +179,7 @@ class ZeroOptimizer:
         total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         for bucket, flat in zip(self.trained, slices, strict=True):
             if bucket.recorded:
-                total += sum_of_squares(flat)
+                total += squared_norm(flat, self.zero.norm_impl)
         return all_reduce(total, self.mesh.world).sqrt()
 
     @torch.no_grad()
@@ -235,14 +214,10 @@ class ZeroOptimizer:
         return min(told)[1] if told else None
 
     def _gather(self, numbers: Sequence[int]) -> None:
-        """Carry the master copies of some buckets into the parameters of all ranks."""
-        self.wait()
+        """Carry what owners hold of the parameters of some buckets to all ranks."""
         for number in numbers:
             bucket = self.buckets[number]
-            mine = bucket.params[bucket.slice]
-            if mine.data_ptr() != bucket.weight.data_ptr():
-                mine.copy_(bucket.weight)
-            self._gathering[number] = start_all_gather(mine, bucket.owners, out=bucket.params)
+            self._gathering[number] = start_all_gather(bucket.params[bucket.slice], bucket.owners, out=bucket.params)
         if not self.zero.overlap_gather:
             self.wait()
 
@@ -264,6 +239,9 @@ class ZeroOptimizer:
     @torch.no_grad()
     def publish(self) -> None:
         """Carry the master copies, as loading left them, into the parameters of all ranks."""
+        self.wait()
+        for bucket in self.buckets:
+            bucket.publish()
         self._gather(range(len(self.buckets)))
         self.wait()
 
