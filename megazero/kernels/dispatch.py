@@ -21,6 +21,7 @@ IMPLS = ("auto", "triton", "torch")
 OPS = (
     "adam",
     "bias_gelu",
+    "cross_entropy",
     "dropout_add",
     "layer_norm",
     "rms_norm",

@@ -6,7 +6,7 @@ Cross entropy per token, over the V real entries of the vocabulary, with m = max
     smoothed = (1 - s) nll + s (log Z - mean_i (x_i - m)),   s = a V / (V - 1) for label smoothing a
     d/dx_i   = exp(x_i - m) / Z - (1 - s) [i = target] - s / V
 Padding entries take no probability and get no gradient. The forward keeps the logits as they are and one
-number per token; fp32 copies exist for a chunk of rows at a time.
+number per token; the kernel (kernels/cross_entropy.py) makes no copy in fp32, torch one of a chunk of rows at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.cross_entropy import logits_gradient, row_statistics
+from ..kernels.dispatch import use_triton
 from .collectives import all_reduce
 from .groups import Group
 
@@ -32,7 +34,9 @@ def _chunks(logits: Tensor) -> list[slice]:
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, group: Group) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, group: Group, owned: bool
+    ) -> Tensor:
         exact = torch.promote_types(logits.dtype, torch.float32)
         first = group.index * logits.shape[1]
         real = max(0, min(logits.shape[1], vocab - first))                # columns that are not padding
@@ -54,13 +58,13 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         share = smoothing * vocab / (vocab - 1) if smoothing else 0.0
         loss = log_z - (1 - share) * sums[1] - share / vocab * sums[2]
         ctx.save_for_backward(logits, local, here, top + log_z)
-        ctx.real, ctx.share, ctx.vocab = real, share, vocab
+        ctx.real, ctx.share, ctx.vocab, ctx.owned = real, share, vocab, owned
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         logits, local, here, log_normalizer = ctx.saved_tensors
-        out = torch.empty_like(logits)
+        out = logits if ctx.owned else torch.empty_like(logits)
         out[:, ctx.real :] = 0.0
         wide = logits.dtype != log_normalizer.dtype
         for rows in _chunks(logits) if ctx.real else []:
@@ -74,17 +78,48 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             x *= grad[rows].unsqueeze(1)
             if wide:
                 to.copy_(x)
-        return out, None, None, None, None
+        return out, None, None, None, None, None
+
+
+class _KernelCrossEntropy(torch.autograd.Function):
+    """The same by Triton, which takes maximum and sum in one pass: the sums of ranks then move to the common maximum,
+    Z = sum_r Z_r exp(m_r - m)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, group: Group, owned: bool
+    ) -> Tensor:
+        first = group.index * logits.shape[1]
+        place = {"first": first, "real": max(0, min(logits.shape[1], vocab - first))}
+        own_top, total, target, sum_x = row_statistics(logits, labels, **place)
+        top = all_reduce(own_top.clone(), group, "max")
+        sums = torch.stack((total * (own_top - top).exp(), target, sum_x))
+        all_reduce(sums, group)
+        log_z = sums[0].log()
+        share = smoothing * vocab / (vocab - 1) if smoothing else 0.0
+        loss = log_z - (1 - share) * (sums[1] - top)
+        if share:
+            loss -= share / vocab * (sums[2] - vocab * top)
+        ctx.save_for_backward(logits, labels, top + log_z)
+        ctx.rest = {**place, "share": share, "vocab": vocab, "in_place": owned}
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return logits_gradient(*ctx.saved_tensors, grad, **ctx.rest), None, None, None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, *, vocab: int, smoothing: float, group: Group
+    logits: Tensor, labels: Tensor, *, vocab: int, smoothing: float, group: Group, owned: bool = False,
+    impl: str = "auto",
 ) -> Tensor:
     """[seq, batch, padded vocab / tensor], labels [seq, batch] -> loss per token [seq, batch], fp32 or fp64.
 
-    `vocab` is the number of real entries; source: Shoeybi et al., 2019, section 3.
+    `vocab` is the number of real entries. `owned`: nobody else reads the logits, and the backward writes their gradient
+    in their place; `impl` as in kernels/dispatch.py. Source: Shoeybi et al., 2019, section 3.
     """
-    flat = _VocabParallelCrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), vocab, smoothing, group)
+    function = _KernelCrossEntropy if use_triton(logits, impl) else _VocabParallelCrossEntropy
+    flat = function.apply(logits.flatten(0, 1), labels.flatten(), vocab, smoothing, group, owned)
     return flat.view(labels.shape)
 
 
