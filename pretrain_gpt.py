@@ -248,7 +248,7 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     feeds = open_feeds(plan, mesh)
     setup = Setup(
         dtypes(config.precision), config.optimizer, zero_of(config), plan.pipelining, how, config.run.seed,
-        statistics_of,
+        statistics_of, kernels_of(config).impl("adam"),
     )
     example = feeds["train"].example() if plan.pipelining.split.weighs == "seconds" else None
     machine = assemble(plan.layers, mesh, setup, example)
@@ -309,7 +309,7 @@ def zero_of(config: Config) -> Zero:
     return Zero(
         asked.zero_stage, asked.clip_grad, asked.bucket_size, asked.overlap_grad_reduce, asked.overlap_param_gather,
         torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
-        make_loss_scaler(config.precision) if config.precision.fp16 else None,
+        make_loss_scaler(config.precision) if config.precision.fp16 else None, kernels_of(config).impl("squared_norm"),
     )
 
 
@@ -348,7 +348,9 @@ def residual_of(config: Config) -> torch.dtype | None:
 
 def kernels_of(config: Config) -> Kernels:
     """Which implementation of each op the flags ask for."""
-    return Kernels(config.run.kernels, config.run.kernel)
+    run = config.run
+    unfused = () if run.masked_softmax_fusion else ("softmax=torch",)
+    return Kernels(run.kernels, (*unfused, *run.kernel), run.attention)
 
 
 def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSizes) -> dict[str, SampleSource]:

@@ -1,7 +1,7 @@
 """Causal self-attention with grouped queries, rotary positions, and document masks.
 
-Heads are cut over tensor. The core is torch's scaled_dot_product_attention, behind which flash attention stands
-wherever the device has it.
+Heads are cut over tensor. The core (attention_core.py) is torch's scaled_dot_product_attention, behind which flash
+attention stands wherever the device has it, unless another one is asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .attention_core import attention_core
 from .config import ModelConfig
 from .data.batch import MicroBatch
 from .kernels.dispatch import Kernels
@@ -36,7 +37,8 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.group, self.selective = layer, mesh.tensor, selective
         self.head_dim, self.queries = model.head_dim, model.queries_per_group
-        self.dropout = model.attention_dropout
+        self.dropout, self.kernels = model.attention_dropout, kernels
+        self.divisor = layer + 1.0 if model.apply_query_key_layer_scaling else None
         self.rotary = Rotary(model, kernels.impl("rotary")) if model.position_embedding_type == "rope" else None
         fused = (model.query_groups, self.queries + 2, self.head_dim)
         initial = Initial(model.init_method_std)
@@ -81,9 +83,7 @@ class Attention(nn.Module):
         if batch.draw is not None and probability:
             seed_generator(q.device, draw_seed(batch.draw, self.layer, "attention", self.group.index))
         mask = document_mask(batch.documents, q.shape[2])
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=probability, enable_gqa=self.queries > 1
-        )
+        y = attention_core(q, k, v, mask, dropout=probability, kernels=self.kernels, divisor=self.divisor)
         return y.transpose(1, 2).flatten(2).transpose(0, 1)
 
 

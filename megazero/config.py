@@ -55,6 +55,7 @@ class ModelConfig:
     untie_embeddings_and_output_weights: bool = flag(False, "the head has a weight of its own")
     attention_dropout: float = flag(0.1, "dropout of attention probabilities", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, "dropout of the embedding and of the residual branches", at_least=0, below=1)
+    apply_query_key_layer_scaling: bool = flag(False, "divide scores by the layer's number until the softmax, for fp16")
     init_method_std: float = flag(0.02, "standard deviation of initial weights", at_least=0)
     label_smoothing: float = flag(0.0, "probability spread over the whole vocabulary in the loss", at_least=0, below=1)
 
@@ -246,6 +247,10 @@ class RunConfig:
     print_config: bool = flag(False, "print every setting as JSON, and leave")
     kernels: Literal["auto", "triton", "torch"] = flag("auto", "auto: triton on GPUs where it is installed")
     kernel: tuple[str, ...] = flag((), "OP=IMPL, repeatable: one operation by triton or torch whatever --kernels says")
+    attention_backend: Literal["auto", "sdpa", "unfused", "flash", "fused", "local"] = flag(
+        "auto", "unfused (or local): products around a softmax; sdpa (or flash, fused): torch's fused attention"
+    )
+    masked_softmax_fusion: bool = flag(True, "a softmax kernel in unfused attention; --no-...: torch's softmax")
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -253,6 +258,12 @@ class RunConfig:
             operation, _, implementation = entry.partition("=")
             if not operation or implementation not in ("triton", "torch"):
                 raise ValueError(f"--kernel {entry}: must be OP=triton or OP=torch")
+
+    @property
+    def attention(self) -> str:
+        """auto, sdpa or unfused."""
+        ours = {"flash": "sdpa", "fused": "sdpa", "local": "unfused"}
+        return ours.get(self.attention_backend, self.attention_backend)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,6 +292,11 @@ class Config:
         check_schedule(self.batch, self.schedule, self.deepspeed_schedule)
         self.batch.sizes(1, self.model.seq_length)
         chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
+        if self.model.apply_query_key_layer_scaling and self.run.attention == "sdpa":
+            raise ValueError(
+                f"--attention-backend {self.run.attention_backend} has no --apply-query-key-layer-scaling: "
+                "auto and unfused have"
+            )
         if chunk is not None and chunk > layers:
             raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")
 

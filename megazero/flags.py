@@ -48,6 +48,10 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "activations-checkpoint-method": ({}, {"recompute_granularity": "full", "recompute_num_layers": 1}),
     "enable-zbh1-pipeline": ({"pipeline_schedule": "zb-h1"}, {}),
+    "use-flash-attn": ({}, {"attention_backend": "sdpa"}),
+    "use-flash-attn-v2": ({}, {"attention_backend": "sdpa"}),
+    "use-flash-attn-triton": ({}, {"attention_backend": "sdpa"}),
+    "no-query-key-layer-scaling": ({"apply_query_key_layer_scaling": False}, {}),
     "recompute-activations": ({"recompute_granularity": "selective"}, {}),
     **dict.fromkeys(
         ("topk", "moe-loss-coeff", "moe-expert-parallel-size"), ({}, {"moe_family": "megatron-deepspeed"})
@@ -59,10 +63,10 @@ REPEATABLE = ("kernel", "valid_set")
 
 # Reason -> flags that change nothing. "name=" takes one value, "name*" any number of them.
 ACCEPTED = {
-    "there is one implementation of each part": """use-mcore-models transformer-impl= DDP-impl= attention-backend=
-        use-flash-attn use-flash-attn-v2 use-flash-attn-triton data-impl= no-mmap-bin-files dataloader-num-threads=
+    "there is one implementation of each part": """use-mcore-models transformer-impl= DDP-impl= data-impl=
+        no-mmap-bin-files dataloader-num-threads=
         no-create-attention-mask-in-dataloader deepspeed-activation-checkpointing""",
-    "fusing or not changes speed only": """no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion
+    "fusing or not changes speed only": """no-bias-dropout-fusion no-bias-swiglu-fusion
         no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion
         cross-entropy-fusion-impl=""",
     "overlap changes speed only": """tp-comm-overlap
@@ -72,8 +76,6 @@ ACCEPTED = {
     "optimizer states are cut over the data ranks, but with --zero-stage 0": "use-distributed-optimizer",
     "gradients are always accumulated in fp32 or wider": "accumulate-allreduce-grads-in-fp32",
     "softmax and loss are always computed in fp32 or wider": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
-    "query-key layer scaling cancels out but for rounding": """no-query-key-layer-scaling
-        apply-query-key-layer-scaling""",
     "a stored scale minus one trains alike": "apply-layernorm-1p",
     "the loss is always the mean over all tokens of the global batch": "calculate-per-token-loss",
     "weights never depend on the layout": "use-cpu-initialization",

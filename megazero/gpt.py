@@ -185,7 +185,7 @@ class Head(nn.Module):
     def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
         super().__init__()
         model, self.group, self.queue, self.vocab = setup.model, mesh.tensor, mesh.weights, setup.vocab
-        self.smoothing = model.label_smoothing
+        self.smoothing, self.loss_impl = model.label_smoothing, setup.kernels.impl("cross_entropy")
         self.weight = declare(
             self, "weight", setup.table(mesh.tensor.size), mesh.topology, dtype=setup.dtype,
             initial=Initial(model.init_method_std), known_as=WORD_TABLE if model.tied else None,
@@ -198,7 +198,8 @@ class Head(nn.Module):
         if batch.labels is None:
             return logits
         losses = vocab_parallel_cross_entropy(
-            logits, batch.labels, vocab=self.vocab, smoothing=self.smoothing, group=self.group
+            logits, batch.labels, vocab=self.vocab, smoothing=self.smoothing, group=self.group,
+            owned=batch.lesson is None, impl=self.loss_impl,
         )
         loss = scaled_sum(losses, batch)
         if batch.lesson is None:

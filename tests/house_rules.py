@@ -34,6 +34,7 @@ FLOORS = (
     ("megazero/parallel/reducer.py", "megazero/parallel/rules.py", "megazero/parallel/lamb.py",
      "megazero/parallel/muon.py"),
     ("megazero/parallel/zero.py",),
+    ("megazero/attention_core.py",),
     ("megazero/pipe/", "megazero/attention.py", "megazero/mlp.py", "megazero/metrics.py"),
     ("megazero/forward.py", "megazero/evaluation.py"),
     ("megazero/checkpoint_index.py", "megazero/hf_names.py"),

@@ -12,6 +12,7 @@ from megazero.config import ModelConfig
 from megazero.data.batch import MicroBatch
 from megazero.data.loader import DocumentRules
 from megazero.gpt import GPTSetup, gpt_layers
+from megazero.kernels.dispatch import Kernels
 from megazero.parallel.groups import mesh_on_paper, open_mesh
 from megazero.parallel.params import collect, initialize
 from megazero.parallel.topology import Topology
@@ -28,10 +29,10 @@ def config(**changes):
     return ModelConfig(**shape | {"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes)
 
 
-def gpt(dtype=torch.float32, mesh=None, **changes):
+def gpt(dtype=torch.float32, mesh=None, kernels=None, **changes):
     """A GPT on this rank, from tokens to logits [seq, batch, vocab]; large initial values, so that attention looks."""
     mesh = mesh or mesh_on_paper(Topology(), 0)
-    setup = GPTSetup(config(make_vocab_size_divisible_by=1, **changes), VOCAB, dtype)
+    setup = GPTSetup(config(make_vocab_size_divisible_by=1, **changes), VOCAB, dtype, kernels=kernels or Kernels())
     layers = gpt_layers(setup)
     (stage,) = build_stages(layers, mesh, cut_layers(layers, [0]), Recompute()).values()
     initialize(collect(stage.named_layers()), mesh.topology, mesh.rank, seed=11)

@@ -188,6 +188,11 @@ def test_every_field_is_honoured(setting):
             "recompute",
             {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         ),
+        ("--use-flash-attn", "run", {"attention_backend": "sdpa"}),
+        ("--use-flash-attn-v2", "run", {"attention_backend": "sdpa"}),
+        ("--use-flash-attn-triton --attention-backend unfused", "run", {"attention_backend": "unfused"}),
+        ("--no-masked-softmax-fusion", "run", {"masked_softmax_fusion": False, "attention_backend": "auto"}),
+        ("--no-query-key-layer-scaling", "model", {"apply_query_key_layer_scaling": False}),
         ("--recompute-activations", "recompute", {"recompute_granularity": "selective", "recompute_method": None}),
     ],
 )
@@ -223,6 +228,21 @@ def test_the_last_of_equal_flags_counts():
 def test_kernels_can_be_chosen_one_by_one():
     assert parsed("--kernel adam=torch --kernel layer_norm=triton").run.kernel == ("adam=torch", "layer_norm=triton")
     assert parsed("--kernels torch").run.kernels == "torch"
+
+
+@pytest.mark.parametrize(
+    ("typed", "ours"),
+    [("auto", "auto"), ("sdpa", "sdpa"), ("flash", "sdpa"), ("fused", "sdpa"), ("unfused", "unfused"),
+     ("local", "unfused")],
+)
+def test_attention_has_three_backends_by_the_names_of_both_families(typed, ours):
+    words = f"--attention-backend {typed}"
+    assert parsed(words).run.attention == ours
+    if ours != "sdpa":
+        assert parsed(f"{words} --apply-query-key-layer-scaling").model.apply_query_key_layer_scaling
+    else:
+        with pytest.raises(UsageError, match=f"{words} has no --apply-query-key-layer-scaling"):
+            parsed(f"{words} --apply-query-key-layer-scaling")
 
 
 def test_corpora_are_blended_with_weights_and_without():

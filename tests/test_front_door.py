@@ -241,6 +241,17 @@ def test_without_triton_the_script_trains_on_the_torch_path(capsys: pytest.Captu
     assert refused.code == 2 and refused.stderr.count("\n") == 1 and "triton is not installed here" in refused.stderr
 
 
+def test_the_attention_that_is_asked_for_runs(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """Attention in three steps, scaled by layers or not, and the fused op give one loss, but for the order of sums."""
+    losses = {}
+    for number, words in enumerate(("flash", "unfused", "local --apply-query-key-layer-scaling")):
+        file = tmp_path / f"{number}.jsonl"
+        run(capsys, 0, f"{LLAMA} --train-iters 2 --attention-backend {words} --metrics-jsonl {file}")
+        losses[words] = [line["lm_loss"] for line in metrics(file)]
+    fused, unfused, scaled = losses.values()
+    assert unfused == pytest.approx(fused, rel=1e-5) and scaled == pytest.approx(fused, rel=1e-5)
+
+
 COMPILER = "import sys, pretrain_gpt; pretrain_gpt.main(sys.argv[1:]); print('torch._dynamo' in sys.modules)"
 
 

@@ -18,6 +18,7 @@ except ImportError:
     triton = tl = None
 
 IMPLS = ("auto", "triton", "torch")
+ATTENTIONS = ("auto", "sdpa", "unfused")
 OPS = (
     "adam",
     "bias_gelu",
@@ -37,13 +38,17 @@ UNSPECIALIZED = ("seed",)       # arguments of kernels that differ from step to 
 class Kernels:
     """The implementation of each op: one for all (`--kernels`) and exceptions for some (`--kernel OP=IMPL`).
 
-    Raises ValueError for an unknown op or implementation, and for "triton" where triton is not installed.
+    `attention` (`--attention-backend`) is torch's fused op (sdpa), a softmax between two matrix products (unfused), or
+    auto: the former wherever it does what is asked. Raises ValueError for an unknown op or implementation, and for
+    "triton" where triton is not installed.
     """
 
     default: str = "auto"
     exceptions: tuple[str, ...] = ()  # each "OP=IMPL"; the last one for an op counts
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
+        assert self.attention in ATTENTIONS, self.attention
         _check_impl("--kernels ", self.default)
         for text in self.exceptions:
             op, _, impl = text.partition("=")
