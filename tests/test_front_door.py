@@ -17,6 +17,7 @@ import torch
 import pretrain_gpt
 from megazero.config import Config
 from megazero.data.indexed import IndexedWriter
+from megazero.kernels import dispatch
 from megazero.lr_curves import Done
 from megazero.lr_schedule import Rates, make_schedule
 from megazero.plan import plan_stages
@@ -250,6 +251,17 @@ def test_the_attention_that_is_asked_for_runs(capsys: pytest.CaptureFixture, tmp
         losses[words] = [line["lm_loss"] for line in metrics(file)]
     fused, unfused, scaled = losses.values()
     assert unfused == pytest.approx(fused, rel=1e-5) and scaled == pytest.approx(fused, rel=1e-5)
+
+
+@pytest.mark.skipif(dispatch.triton is None, reason="triton is not installed")
+def test_a_run_on_kernels_is_a_run_on_torch(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """In Triton's interpreter: the loss, the norm of the gradient with its clipping, and Adam."""
+    words, found = f"{LLAMA} --train-iters 2 --clip-grad 0.1 --metrics-jsonl", []
+    for impl in ("torch", "triton"):
+        kernels = " ".join(f"--kernel {op}={impl}" for op in ("cross_entropy", "squared_norm", "adam"))
+        run(capsys, 0, f"{words} {tmp_path}/{impl} {kernels}")
+        found.append([value for line in metrics(tmp_path / impl) for value in line.values()])
+    assert found[1] == pytest.approx(found[0], rel=1e-5) and found[1] != found[0]
 
 
 COMPILER = "import sys, pretrain_gpt; pretrain_gpt.main(sys.argv[1:]); print('torch._dynamo' in sys.modules)"
