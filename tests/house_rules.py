@@ -111,8 +111,8 @@ PURE_WITH_NUMPY = (
 FILE_LINES = 500
 FUNCTION_LINES, KERNEL_LINES = 60, 80
 PARAMETERS = 7
-# Of megazero/ and the front door; 14,000 until Hugging Face folders, experts and students came in.
-PACKAGE_LINES = 18_000
+# Of megazero/ and the front door; 14,000 until Hugging Face folders, experts, students and ten kernels came in.
+PACKAGE_LINES = 20_000
 GETATTR_PER_LINES = 1000  # one call of getattr is tolerated in so many lines of the whole
 
 BANNED_FIRST = ("get", "do", "handle")  # words that say nothing, at the start of a function's name
