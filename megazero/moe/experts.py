@@ -24,7 +24,7 @@ from .activations import TWO_WAY, Activation
 
 # torch 2.11 knows only the old name, and neither for all types of numbers.
 _GROUPED_MM = F.grouped_mm if hasattr(F, "grouped_mm") else torch._grouped_mm
-BLOCK = 512             # rows of an expert that a CPU takes at once
+BLOCK = 1024            # rows of an expert that a CPU takes at once
 GROUPED_WIDTH = 8       # elements of bf16 in the 16 bytes to which the rows of a grouped product must be aligned
 
 
@@ -113,24 +113,26 @@ class _BlockedExperts(torch.autograd.Function):
         ctx: Any, rows: Tensor, weights: Weights, activation: Activation, counts: Sequence[int], queue: WeightQueue
     ) -> Tensor:
         up, down = weights.up.flatten(1, -2), weights.down
-        inner = rows.new_empty(len(rows), up.shape[1])
         out = torch.empty_like(rows)
+        inners = []         # one by one: memory of this size is used again, a large piece comes anew from the system
         for e, own in _blocks(counts):
-            _linear_(inner[own], rows[own], up[e], weights.up_bias, e)
-            _linear_(out[own], activation.forward(inner[own]), down[e], weights.down_bias, e)
-        ctx.save_for_backward(rows, inner)
+            inner = rows.new_empty(own.stop - own.start, up.shape[1])
+            _linear_(inner, rows[own], up[e], weights.up_bias, e)
+            _linear_(out[own], activation.forward(inner), down[e], weights.down_bias, e)
+            inners.append(inner)
+        ctx.save_for_backward(rows, *inners)
         ctx.weights, ctx.activation, ctx.counts, ctx.queue = weights, activation, counts, queue
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, inner), weights, queue = ctx.saved_tensors, ctx.weights, ctx.queue
+        (rows, *inners), weights, queue = ctx.saved_tensors, ctx.weights, ctx.queue
         grad_rows = torch.empty_like(rows)
         up, down, activation, counts = weights.up.flatten(1, -2), weights.down, ctx.activation, ctx.counts
 
         def blocks() -> Iterator[_Block]:
-            for e, own in _blocks(counts):
-                inner_grad, after = activation.backward(grad[own] @ down[e], inner[own])
+            for (e, own), inner in zip(_blocks(counts), inners, strict=True):
+                inner_grad, after = activation.backward(grad[own] @ down[e], inner)
                 torch.mm(inner_grad, up[e], out=grad_rows[own])
                 yield _Block(e, own, after, inner_grad)
 
@@ -141,11 +143,12 @@ class _BlockedExperts(torch.autograd.Function):
 
 
 def _blocks(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows), at most BLOCK at once."""
+    """(expert, its rows), at most BLOCK at once, in parts as even as they can be."""
     start = 0
     for e, count in enumerate(counts):
-        for at in range(start, start + count, BLOCK):
-            yield e, slice(at, min(at + BLOCK, start + count))
+        parts = -(-count // BLOCK)
+        for part in range(parts):
+            yield e, slice(start + count * part // parts, start + count * (part + 1) // parts)
         start += count
 
 
