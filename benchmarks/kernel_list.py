@@ -47,6 +47,10 @@ WIDE = ADDS | {"num_warps": 16}         # the widest rows that are one block: ro
 TILE = {"BLOCK": 1024, "WIDE": FP32, "num_warps": 4}
 GELU = TILE | {"BIASED": True}
 HEAD = {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "BLOCK_REST": 0, "x_stride": 1, "y_stride": 1, "num_warps": 4}
+CAUSAL = {"CAUSAL": True, "MASKED": False, "x_key_stride": 1, "dy_key_stride": 1}
+MASKED = {"CAUSAL": False, "MASKED": True, "x_key_stride": 1, "mask_key_stride": 1}
+STATE = {"BLOCK": 1024, "STATISTICS": FP32, "FACTOR": True, "num_warps": 4}
+VOCAB = {"BLOCK": 4096, "STATISTICS": FP32, "num_warps": 8}
 MEANS = "mean rstd mean_g mean_gx dw db"
 
 CASES = (
@@ -84,5 +88,17 @@ CASES = (
          INTERLEAVED=False, COPY=True, **HEAD),
     case("dropout_add", "_forward", "with bias", least=6, fp32="probability", cached="b", BIASED=True, DROPS=True,
          **TILE),
+    case("softmax", "_forward", "whole rows, causal", least=4, fp32="top total", **WHOLE, **CAUSAL),
+    case("softmax", "_forward", "whole rows, masked", least=5, fp32="top total", **WHOLE, **MASKED),
+    case("softmax", "_backward", "whole rows, causal", least=6, fp32="dot", **WHOLE, **CAUSAL),
+    case("softmax", "_forward", "long rows, causal", least=4, fp32="top total", **LONG, **CAUSAL),
+    case("softmax", "_moments", "long rows, causal", least=2, fp32="top total", **LONG, **CAUSAL),
+    case("softmax", "_backward", "long rows, causal", least=6, fp32="dot", **LONG, **CAUSAL),
+    case("softmax", "_dots", "long rows, causal", least=4, fp32="dot", **LONG, **CAUSAL),
+    case("adam", "_update", "bf16 over fp32", least=30, fp32="weight grad exp_avg exp_avg_sq", COPY=True, **STATE),
+    case("adam", "_update", "fp32", least=28, fp32="weight grad exp_avg exp_avg_sq", COPY=False, **STATE),
+    case("squared_norm", "_partials", "fp32", least=4, fp32="x", BLOCK=1024, num_warps=4),
+    case("cross_entropy", "_forward", "per entry", least=2, fp32="top total target sum", **VOCAB),
+    case("cross_entropy", "_backward", "per entry", least=4, fp32="log_n dy", **VOCAB),
     case("dropout_add", "_backward", "with bias", least=4, fp32="probability db", BIASED=True, **TILE),
 )

@@ -35,7 +35,8 @@ from benchmarks.kernel_list import CASES, FP32, Case  # noqa: E402
 TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8}
 TYPES = {"eps": "fp32", "seed": "i64"}      # of arguments that are no pointers; otherwise i32
-LOOSE = ("rows", "each", "batch", "heads", "seed", "row")   # whole numbers that are no multiples of 16
+POINTERS = {"mask": "u8", "label": "i64", "factor": "fp64", "partial": "fp64"}      # to anything but the dtype or fp32
+LOOSE = ("rows", "each", "first", "real", "queries", "batch", "heads", "seed", "row")   # no multiples of 16
 PASSES_ON = "addptr|splat|broadcast|expand_dims|bitcast|reshape"       # operations on a pointer
 
 
@@ -63,7 +64,8 @@ def build(case: Case, target: str) -> Any:
         if stem in case.fp32:
             kind = "fp32"
         elif pointer:
-            kind = "bf16"
+            kind = POINTERS.get(stem, "bf16")
+        kind = kernel.params[number].annotation_type or kind
         signature[name] = f"*{kind}" if pointer else kind
         if pointer or kind[0] == "i" and name not in LOOSE:
             aligned[(number,)] = [["tt.divisibility", 16]]

@@ -47,7 +47,7 @@ def gradient_reference(
 
 @jit
 def _forward(
-    x_ptr, label_ptr, top_ptr, total_ptr, target_ptr, sum_ptr, first, real, x_row_stride,
+    x_ptr, label_ptr, top_ptr, total_ptr, target_ptr, sum_ptr, first, real, columns, x_row_stride,
     BLOCK: tl.constexpr, STATISTICS: tl.constexpr,
 ):  # fmt: skip
     """All statistics of one row in one pass. Each lane keeps a maximum and a sum of its own; of the two exponentials
@@ -59,7 +59,8 @@ def _forward(
     sum_x = tl.zeros((BLOCK,), STATISTICS)
     for start in range(0, real, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + at, mask=at < real, other=-float("inf")).to(STATISTICS)
+        x = tl.load(x_ptr + at, mask=at < columns, other=0.0).to(STATISTICS)  # `real` would forbid vectors
+        x = tl.where(at < real, x, -float("inf"))
         small = tl.exp(-tl.abs(x - top))
         total = tl.where(x > top, total * small + 1.0, total + small)
         top = tl.maximum(top, x)
@@ -81,7 +82,8 @@ def _backward(
     """One block of one row; x and dx may be the same memory."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row * x_row_stride + at, mask=at < real, other=-float("inf")).to(STATISTICS)
+    x = tl.load(x_ptr + row * x_row_stride + at, mask=at < columns, other=0.0).to(STATISTICS)
+    x = tl.where(at < real, x, -float("inf"))
     g = tl.exp(x - tl.load(log_n_ptr + row)) - tl.full((BLOCK,), even, STATISTICS)
     g -= tl.where(at == tl.load(label_ptr + row) - first, tl.full((BLOCK,), hit, STATISTICS), 0.0)
     g = tl.where(at < real, g * tl.load(dy_ptr + row), 0.0)
@@ -113,8 +115,9 @@ def row_statistics(logits: Tensor, labels: Tensor, *, first: int, real: int) -> 
     out = torch.empty(4, len(logits), dtype=statistics_dtype(logits.dtype), device=logits.device)
     if len(logits):
         _forward[(len(logits),)](
-            logits, labels.contiguous(), *out.unbind(), first, real, logits.stride(0), **_options(logits)
-        )
+            logits, labels.contiguous(), *out.unbind(), first, real, logits.shape[1], logits.stride(0),
+            **_options(logits),
+        )  # fmt: skip
     return out
 
 

@@ -48,15 +48,23 @@ def _start(row, heads, queries, outer_stride, inner_stride, query_stride):
 
 
 @jit
+def _limit(stop, keys):
+    """Where loads end: `stop` as a multiple of 16, which vectors need."""
+    return tl.minimum(keys, (stop + 15) // 16 * 16)
+
+
+@jit
 def _scores(
-    x_row, mask_row, at, stop, scale, x_key_stride, mask_key_stride, MASKED: tl.constexpr, STATISTICS: tl.constexpr
+    x_row, mask_row, at, stop, keys, scale, x_key_stride, mask_key_stride,
+    MASKED: tl.constexpr, STATISTICS: tl.constexpr,
 ):
     """The scaled scores of a row at `at`, -inf where hidden."""
     visible = at < stop
+    limit = _limit(stop, keys)
     place = at.to(tl.int64)
     if MASKED:
-        visible = visible & (tl.load(mask_row + place * mask_key_stride, mask=visible, other=0) != 0)
-    x = tl.load(x_row + place * x_key_stride, mask=visible, other=0.0).to(STATISTICS)
+        visible = visible & (tl.load(mask_row + place * mask_key_stride, mask=at < limit, other=0) != 0)
+    x = tl.load(x_row + place * x_key_stride, mask=at < limit, other=0.0).to(STATISTICS)
     return tl.where(visible, x * tl.full(at.shape, scale, STATISTICS), -float("inf"))
 
 
@@ -78,7 +86,7 @@ def _moments(
     total = tl.zeros((BLOCK,), STATISTICS)
     for start in range(0, stop, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        x = _scores(x_ptr, mask_ptr, at, stop, scale, x_key_stride, mask_key_stride, MASKED, STATISTICS)
+        x = _scores(x_ptr, mask_ptr, at, stop, keys, scale, x_key_stride, mask_key_stride, MASKED, STATISTICS)
         higher = tl.maximum(top, x)
         finite = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * tl.exp(top - finite) + tl.exp(x - finite)
@@ -104,7 +112,7 @@ def _forward(
         stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
     x_ptr += _start(row, heads, queries, x_outer_stride, x_inner_stride, x_query_stride)
     mask_ptr += _start(row, heads, queries, mask_outer_stride, mask_inner_stride, mask_query_stride)
-    x = _scores(x_ptr, mask_ptr, at, stop, scale, x_key_stride, mask_key_stride, MASKED, STATISTICS)
+    x = _scores(x_ptr, mask_ptr, at, stop, keys, scale, x_key_stride, mask_key_stride, MASKED, STATISTICS)
     if WHOLE:
         top = tl.max(x, 0)
         x = tl.exp(x - tl.where(top == -float("inf"), 0.0, top))
@@ -126,12 +134,13 @@ def _dots(
     if CAUSAL:
         stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
     dy_ptr += _start(row, heads, queries, dy_outer_stride, dy_inner_stride, dy_query_stride)
+    limit = _limit(stop, keys)
     total = tl.zeros((BLOCK,), STATISTICS)
     for start in range(0, stop, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        y = tl.load(y_ptr + row * keys + at, mask=at < stop, other=0.0).to(STATISTICS)
-        dy = tl.load(dy_ptr + at.to(tl.int64) * dy_key_stride, mask=at < stop, other=0.0).to(STATISTICS)
-        total += y * dy
+        y = tl.load(y_ptr + row * keys + at, mask=at < limit, other=0.0).to(STATISTICS)
+        dy = tl.load(dy_ptr + at.to(tl.int64) * dy_key_stride, mask=at < limit, other=0.0).to(STATISTICS)
+        total += tl.where(at < stop, y * dy, 0.0)
     tl.store(dot_ptr + row, tl.sum(total, 0))
 
 
@@ -148,13 +157,15 @@ def _backward(
     if CAUSAL:
         stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
     dy_ptr += _start(row, heads, queries, dy_outer_stride, dy_inner_stride, dy_query_stride)
-    y = tl.load(y_ptr + row * keys + at, mask=at < stop, other=0.0).to(STATISTICS)
-    dy = tl.load(dy_ptr + at.to(tl.int64) * dy_key_stride, mask=at < stop, other=0.0).to(STATISTICS)
+    limit = _limit(stop, keys)
+    y = tl.load(y_ptr + row * keys + at, mask=at < limit, other=0.0).to(STATISTICS)
+    dy = tl.load(dy_ptr + at.to(tl.int64) * dy_key_stride, mask=at < limit, other=0.0).to(STATISTICS)
     if WHOLE:
-        dot = tl.sum(y * dy, 0)
+        dot = tl.sum(tl.where(at < stop, y * dy, 0.0), 0)
     else:
         dot = tl.load(dot_ptr + row)
     dx = tl.full((BLOCK,), scale, STATISTICS) * y * (dy - dot)
+    dx = tl.where(at < stop, dx, 0.0)
     tl.store(dx_ptr + row * keys + at, dx, mask=at < keys)
 
 
