@@ -33,6 +33,7 @@ from torch import Tensor  # noqa: E402
 
 from megazero.config import ModelConfig, OptimizerConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
+from megazero.flops import model_flops  # noqa: E402
 from megazero.gpt import GPTSetup, gpt_layers  # noqa: E402
 from megazero.kernels.bias_gelu import bias_gelu, bias_gelu_reference  # noqa: E402
 from megazero.kernels.dispatch import Kernels, triton  # noqa: E402
@@ -246,7 +247,7 @@ def gpt_part(bench: Bench, name: str, impl: str) -> dict[str, Any]:
         losses[-1].item()       # waits for the loss; the update overlaps the next step's start at most
         times.append(time.perf_counter() - start)
     speed = seq * batch / statistics.median(times)
-    flops = 72 * layers * hidden**2 * (1 + seq / (12 * hidden) + vocab / (12 * layers * hidden))      # of a token
+    flops = model_flops(model, vocab=vocab, batch=1) / seq          # of a token
     peak = 0 if bench.small else torch.cuda.max_memory_allocated()
     return {
         "tokens_per_second": speed, "tflops": flops * speed / 1e12, "peak_gib": peak / 2**30,
