@@ -29,21 +29,26 @@ if "cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"        # before triton is imported
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from megazero.config import ModelConfig, OptimizerConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
 from megazero.flops import model_flops  # noqa: E402
 from megazero.gpt import GPTSetup, gpt_layers  # noqa: E402
+from megazero.kernels.adam import AdamStep, adam_, adam_reference_  # noqa: E402
 from megazero.kernels.bias_gelu import bias_gelu, bias_gelu_reference  # noqa: E402
 from megazero.kernels.dispatch import Kernels, triton  # noqa: E402
 from megazero.kernels.dropout_add import dropout_add, dropout_add_reference  # noqa: E402
 from megazero.kernels.layer_norm import layer_norm, layer_norm_reference  # noqa: E402
 from megazero.kernels.rms_norm import rms_norm, rms_norm_reference  # noqa: E402
 from megazero.kernels.rotary import rotary_, rotary_reference  # noqa: E402
+from megazero.kernels.softmax import softmax, softmax_reference  # noqa: E402
+from megazero.kernels.squared_norm import squared_norm, squared_norm_reference  # noqa: E402
 from megazero.kernels.swiglu import swiglu, swiglu_reference  # noqa: E402
 from megazero.machine import Setup, assemble  # noqa: E402
-from megazero.parallel.groups import open_mesh  # noqa: E402
+from megazero.parallel.groups import Group, open_mesh  # noqa: E402
+from megazero.parallel.loss import vocab_parallel_cross_entropy  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
 from megazero.precision import Dtypes  # noqa: E402
@@ -61,6 +66,8 @@ NOT_ASKED = "not asked for"
 class Op:
     """A kernel's entry, how to call it, and the bytes of bf16 that each element of the given shape must move.
 
+    An op of the optimizer has no backward (no bytes), takes fp32 tensors and may change them.
+
     leaves     (rows, width) -> the inputs that have gradients
     run        (impl, leaves) -> the result
     reference  leaves -> the same by plain formulas
@@ -70,7 +77,7 @@ class Op:
     run: Callable[[str, list[Tensor]], Tensor]
     reference: Callable[[list[Tensor]], Tensor]
     forward_bytes: float
-    backward_bytes: float
+    backward_bytes: float = 0.0
 
 
 @functools.cache
@@ -92,6 +99,28 @@ def _rotary(impl: str, x: Tensor) -> Tensor:
     if impl == "reference":
         return rotary_reference(product, cos, sin, heads, False)
     return rotary_(product, cos, sin, heads=heads, interleaved=False, impl=impl)
+
+
+def _loss(impl: str, x: Tensor) -> Tensor:
+    """[rows, vocab] -> [rows]."""
+    labels = torch.arange(len(x), device=x.device) * 7 % x.shape[1]
+    if impl == "reference":
+        return F.cross_entropy(x.float(), labels, reduction="none")
+    return vocab_parallel_cross_entropy(
+        x.unsqueeze(1), labels.unsqueeze(1), vocab=x.shape[1], smoothing=0.0, group=Group("tensor"), impl=impl
+    ).squeeze(1)
+
+
+def _step(impl: str, tensors: list[Tensor]) -> Tensor:
+    """Adam's step on weight, gradient and moments, with a bf16 copy of the weight."""
+    weight, grad, exp_avg, exp_avg_sq = (t.view(-1) for t in tensors)
+    copy = torch.empty_like(weight, dtype=torch.bfloat16)
+    numbers, how = AdamStep(1e-2, (0.9, 0.95), 1e-8, 0.1, True, 3), {"factor": torch.ones_like(weight[0]), "copy": copy}
+    if impl == "reference":
+        adam_reference_(weight, grad, exp_avg, exp_avg_sq, numbers, **how)
+    else:
+        adam_(weight, grad, exp_avg, exp_avg_sq, numbers, **how, impl=impl)
+    return weight
 
 
 OPS = {
@@ -118,6 +147,17 @@ OPS = {
     "dropout_add": Op(
         lambda n, h: [torch.randn(n, h), torch.randn(n, h), torch.randn(h)],
         lambda impl, t: dropout_add(*t, 0.1, 7, impl), lambda t: dropout_add_reference(*t, 0.1, 7), 6, 4,
+    ),
+    "softmax": Op(
+        lambda n, h: [torch.randn(n, h)],
+        lambda impl, t: softmax(*t, 0.7, impl=impl), lambda t: softmax_reference(*t, 0.7), 4, 6,
+    ),
+    "cross_entropy": Op(lambda n, h: [torch.randn(n, h)], lambda impl, t: _loss(impl, *t),
+                        lambda t: _loss("reference", *t), 2, 4),
+    "adam": Op(lambda n, h: [*torch.randn(3, n, h), torch.rand(n, h)], _step, lambda t: _step("reference", t), 30),
+    "squared_norm": Op(
+        lambda n, h: [torch.randn(n, h)],
+        lambda impl, t: squared_norm(t[0].view(-1), impl), lambda t: squared_norm_reference(*t), 4,
     ),
 }
 
@@ -159,6 +199,8 @@ class Bench:
     def made(self, op: Op, rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
         """An op's inputs, the same for all implementations."""
         torch.manual_seed(0)
+        if not op.backward_bytes:
+            return [t.to(self.device) for t in op.leaves(rows, width)]
         return [t.to(self.device, dtype).requires_grad_() for t in op.leaves(rows, width)]
 
 
@@ -184,10 +226,14 @@ def check_part(bench: Bench, name: str) -> dict[str, Any]:
         for dtype, tolerance in TOLERANCE.items():
             leaves = bench.made(op, rows, width, dtype)
             reference = dropout_reference(leaves) if name == "dropout_add" else op.reference(leaves)
+            if not op.backward_bytes:
+                leaves = bench.made(op, rows, width, dtype)
             y = op.run("triton", leaves)
             dy = torch.randn_like(y)
             pairs = [(y, reference)]
-            pairs += zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(reference, leaves, dy), strict=True)
+            if op.backward_bytes:
+                got, wanted = (torch.autograd.grad(found, leaves, dy) for found in (y, reference))
+                pairs += zip(got, wanted, strict=True)
             off = max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
             worst[f"{rows} x {width} {str(dtype).removeprefix('torch.')}"] = off / tolerance
     return {"worst": max(worst.values()), "equal": max(worst.values()) <= 1.0, "differences": worst}
@@ -208,14 +254,13 @@ def time_part(bench: Bench, name: str, how: str) -> dict[str, Any]:
     impl = "triton" if how == "triton" else "torch"
     still = [t.detach() for t in leaves]
     forward = bench.seconds(lambda: run(impl, still))
+    forward_gbs = op.forward_bytes * leaves[0].numel() / forward / 1e9
+    if not op.backward_bytes:
+        return {"forward_gbs": forward_gbs}
     y = run(impl, leaves)
     dy = torch.randn_like(y)
     backward = bench.seconds(lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True))
-    elements = leaves[0].numel()
-    return {
-        "forward_gbs": op.forward_bytes * elements / forward / 1e9,
-        "backward_gbs": op.backward_bytes * elements / backward / 1e9,
-    }
+    return {"forward_gbs": forward_gbs, "backward_gbs": op.backward_bytes * leaves[0].numel() / backward / 1e9}
 
 
 def gpt_part(bench: Bench, name: str, impl: str) -> dict[str, Any]:
@@ -226,7 +271,9 @@ def gpt_part(bench: Bench, name: str, impl: str) -> dict[str, Any]:
         num_layers=layers, hidden_size=hidden, num_attention_heads=heads, seq_length=seq,
         attention_dropout=0.0, hidden_dropout=0.1,
     )
-    setup = Setup(Dtypes(torch.bfloat16, torch.float32), OptimizerConfig(), Zero(1, 1.0))
+    setup = Setup(
+        Dtypes(torch.bfloat16, torch.float32), OptimizerConfig(), Zero(1, 1.0, norm_impl=impl), adam_impl=impl
+    )
     specs = gpt_layers(GPTSetup(model, vocab, torch.float32, kernels=Kernels(impl)))
     machine = assemble(specs, open_mesh(Topology(), bench.device), setup)
     tokens = torch.randint(vocab, (seq + 1, batch), device=bench.device)
@@ -331,7 +378,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
         for how in ("triton", "torch", "compile"):
             found = results[f"time {op} {how}"]
             known = "error" not in found and copy
-            pair = known and f"{found['forward_gbs'] / copy:.2f} {found['backward_gbs'] / copy:.2f}"
+            pair = known and " ".join(f"{value / copy:.2f}" for key, value in found.items() if key.endswith("_gbs"))
             cells.append(f"{pair or '-':>14}")
         equal = results[f"check {op}"].get("equal")
         lines.append(f"{op:36}{''.join(cells)}  {'-' if equal is None else 'yes' if equal else 'NO'}")
