@@ -119,7 +119,8 @@ def prepare(args: argparse.Namespace, world: World) -> Plan:
         raise ValueError(f"{reader.folder}: has no {WORD_TABLE}, so it is not a checkpoint of a GPT")
     model, vocab = config.model, reader.tensors[WORD_TABLE].spec.shape[0]
     tokenizer = open_tokenizer(args, config, vocab)
-    layers, topology = layers_of(config, vocab), Topology(pipeline, 1, tensor)
+    moe = replace(config.moe, disable_moe_token_dropping_in_eval=True)     # samples are not to crowd each other out
+    layers, topology = layers_of(replace(config, moe=moe), vocab), Topology(pipeline, 1, tensor)
     try:
         plan_stages(layers, topology)
     except ValueError as wrong:
@@ -147,8 +148,7 @@ def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
     """The layers of a checkpoint's model, in the dtypes that its configuration names."""
     residual = torch.float32 if config.precision.fp32_residual_connection else None
     dtype = dtypes(config.precision).compute
-    moe = replace(config.moe, disable_moe_token_dropping_in_eval=True)     # samples are not to crowd each other out
-    return gpt_layers(GPTSetup(config.model, vocab, dtype, residual=residual, moe=moe, experts=config.experts))
+    return gpt_layers(GPTSetup(config.model, vocab, dtype, residual=residual, moe=config.moe, experts=config.experts))
 
 
 def open_tokenizer(args: argparse.Namespace, config: Config, vocab: int) -> Tokenizer:

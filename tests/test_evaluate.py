@@ -265,6 +265,8 @@ def test_what_fills_up_a_batch_takes_no_place_at_experts(trained: dict[str, Path
             found = on_ranks(ranks, score_ranks, [[*command, *layout] for command in commands], ranks)[0]
             assert found[1].loss_sum == pytest.approx(found[0].loss_sum, rel=1e-12)
             assert all(score.loss_sum < found[0].loss_sum for score in found[2:])
+    alone, together = score_ranks([[*corpus[:-1], "16", "--micro-batch-size", number] for number in "14"], 1)
+    assert alone.loss_sum != pytest.approx(together.loss_sum, rel=1e-6), "capacity is to matter"
 
 
 @pytest.mark.parametrize(
