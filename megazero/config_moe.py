@@ -69,7 +69,8 @@ class MoEConfig:
     )
 
     moe_router_load_balancing_type: tuple[Balancing, ...] = flag(
-        (), "kinds of balancing; default: aux_loss, or deepspeed, where of two choices only the first counts"
+        (), "kinds of balancing; default: aux_loss, or deepspeed, where of two choices only the first counts; "
+        "global_aux_loss takes the choices of all data ranks so far, and so depends on how many there are"
     )
     moe_aux_loss_coeff: tuple[float, ...] = flag(
         (), "weight of each balancing loss; default: 0, in Megatron-DeepSpeed 0.1", at_least=0

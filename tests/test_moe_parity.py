@@ -25,6 +25,12 @@ SHARED = (
 
 LAST = "--num-experts 1 4 --topk 1 --moe-loss-coeff 0.01 --disable-moe-token-dropping"
 
+# What all data ranks have chosen so far counts, so that their number is to be that of the one rank.
+SO_FAR = (
+    "--num-layers 2 --num-experts 4 --moe-router-topk 2 --moe-router-load-balancing-type global_aux_loss "
+    "--moe-aux-loss-coeff 0.05"
+)
+
 # (tensor, pipeline, data), the model, flags of the layout alone. Global batch 8, micro-batch 2.
 LAYOUTS = [
     ((1, 1, 2), TOP1, "--expert-model-parallel-size 2 --zero-stage 0"),
@@ -38,6 +44,7 @@ LAYOUTS = [
     ((2, 2, 2), PYRAMID, f"--expert-model-parallel-size 4 {FULL}"),
     ((1, 2, 4), SHARED, "--expert-model-parallel-size 2 --pipeline-schedule zb-h1"),
     ((2, 2, 1), SHARED, f"--pipeline-schedule zb-v {FULL}"),
+    ((2, 2, 1), SO_FAR, f"--expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {FULL}"),
 ]
 
 
