@@ -111,10 +111,10 @@ def first_weights(logits: Tensor, scores: Tensor, experts: Tensor, moe: MoEConfi
     """Weights [tokens, topk] before any choice is dropped; those of "probs" are compared by these."""
     if "sinkhorn" in moe.balancing:
         return scores_of(logits, "sigmoid" if moe.topk == 1 else "softmax").gather(1, experts)
-    chosen = scores.gather(1, experts)
-    if moe.deepspeed or moe.topk == 1 and moe.moe_router_score_function == "sigmoid" or moe.moe_router_pre_softmax:
+    chosen, sigmoid = scores.gather(1, experts), moe.moe_router_score_function == "sigmoid"
+    if moe.deepspeed or (moe.topk == 1 if sigmoid else moe.moe_router_pre_softmax):
         return chosen
-    if moe.moe_router_score_function == "sigmoid":
+    if sigmoid:
         return chosen / (chosen.sum(1, keepdim=True) + SUM_EPSILON)
     return logits.gather(1, experts).softmax(dim=1)
 

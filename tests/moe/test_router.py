@@ -136,7 +136,7 @@ def test_the_gate_of_deepspeed(topk, policy, factor):
 STEERING = [{}, {"bias": True}, {"groups": (4, 2)}, {"groups": (2, 1), "bias": True}]
 MEGATRON = [
     (function, pre, topk, steering)
-    for function, pre in (("softmax", False), ("softmax", True), ("sigmoid", False))
+    for function, pre in (("softmax", False), ("softmax", True), ("sigmoid", False), ("sigmoid", True))
     for topk in (1, 2, 4)
     for steering in STEERING
     if (topk > 1 or pre or function == "sigmoid") and (function == "sigmoid" or "bias" not in steering)
