@@ -176,6 +176,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         rows = self.weight.shape[0]
+        if self.group.size == 1:                                   # nothing to look for elsewhere, and nothing to mask
+            return lookup(tokens, self.weight, self.queue)
         local = tokens - rows * self.group.index
         elsewhere = (local < 0) | (local >= rows)
         x = lookup(local.masked_fill(elsewhere, 0), self.weight, self.queue)
