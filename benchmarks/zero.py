@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -34,14 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
-from megazero.config import ModelConfig, OptimizerConfig  # noqa: E402
+from benchmarks.plain_gpt import PlainGPT, our_machine, plain_copy  # noqa: E402
+from megazero.config import ModelConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
-from megazero.gpt import GPTSetup, gpt_layers  # noqa: E402
-from megazero.machine import Machine, Setup, assemble  # noqa: E402
-from megazero.parallel.groups import open_mesh  # noqa: E402
-from megazero.parallel.topology import Topology  # noqa: E402
+from megazero.machine import Machine  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
-from megazero.precision import Dtypes  # noqa: E402
 
 RANKS = 2
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
@@ -61,66 +57,6 @@ class Contender:
 
     step: Callable[[Tensor, Tensor], float]
     state: Callable[[], Iterable[Tensor]]
-
-
-class PlainBlock(nn.Module):
-    """[batch, seq, hidden] -> the same, with torch's own layers."""
-
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        hidden = model.hidden_size
-        self.heads = model.num_attention_heads
-        self.attention_norm, self.ffn_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.up, self.down = nn.Linear(hidden, model.ffn), nn.Linear(model.ffn, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        fused = self.qkv(self.attention_norm(x)).unflatten(-1, (self.heads, 3, -1)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(*fused.unbind(3), is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.ffn_norm(x)), approximate="tanh"))
-
-
-class PlainGPT(nn.Module):
-    """Tokens and labels [batch, seq] -> mean loss."""
-
-    def __init__(self, model: ModelConfig, vocab: int) -> None:
-        super().__init__()
-        self.word = nn.Embedding(vocab, model.hidden_size)
-        self.position = nn.Parameter(torch.zeros(model.seq_length, model.hidden_size))
-        self.blocks = nn.ModuleList(PlainBlock(model) for _ in range(model.num_layers))
-        self.norm = nn.LayerNorm(model.hidden_size)
-        self.head = nn.Linear(model.hidden_size, vocab, bias=False)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        x = self.word(tokens) + self.position
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
-
-
-def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
-    """A GPT of torch's layers with the weights of ours."""
-    plain = PlainGPT(model, vocab)
-    ours = {info.name: info.tensor for bucket in machine.optimizer.buckets for info in bucket.infos}
-    for name, parameter in plain.named_parameters():
-        name = name.replace("blocks.", "layers.").replace("word.", "embedding.word.")
-        for part in ("qkv.", "out."):
-            name = name.replace(part, f"attention.{part}")
-        for part in ("up.", "down."):
-            name = name.replace(part, f"ffn.{part}")
-        name = {"position": "embedding.position"}.get(name, name)
-        name = name.replace("norm.", "final_norm.norm.", 1) if name.startswith("norm.") else name
-        parameter.data.copy_(ours[name].detach().reshape(parameter.shape))
-    return plain
-
-
-def our_machine(model: ModelConfig, vocab: int, zero: Zero, *, ranks: int) -> Machine:
-    """The engine and the optimizer as the trainer has them."""
-    layers = gpt_layers(GPTSetup(model, vocab, torch.float32))
-    optimizer = OptimizerConfig(adam_eps=1e-8)
-    setup = Setup(Dtypes(torch.float32, torch.float32), optimizer, zero)
-    return assemble(layers, open_mesh(Topology(data=ranks)), setup)
 
 
 def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tuple[Contender, Machine]:
