@@ -427,6 +427,7 @@ def all_names(settings: dict[str, Setting]) -> list[str]:
 
 def help_text() -> str:
     """Every flag by section, and what is accepted, another spelling, or not available yet."""
+    told = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
     lines = ["Flags, with _ for - as you like, and = or a space before a value. A switch FLAG has its --no-FLAG."]
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}: {kind.__doc__}"]
@@ -436,7 +437,7 @@ def help_text() -> str:
                 value = setting.name.upper() if setting.kind is str else setting.kind.__name__.upper()
             shown = "" if setting.default in (None, False, ()) or setting.kind is bool else f" [{setting.default}]"
             shown = " [required]" if setting.default is MISSING else shown
-            lines.append(f"  {flag_name(setting.name)} {value}".rstrip() + f"\n        {setting.help}{shown}")
+            lines += [f"  {flag_name(setting.name)} {value}".rstrip(), told.fill(setting.help + shown)]
     lines += ["", "other spellings:"]
     lines += [f"  --{name} = {flag_name(target)}" for name, target in RENAMED.items()]
     for name, (strong, weak) in SETS.items():

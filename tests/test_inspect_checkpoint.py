@@ -101,6 +101,8 @@ def test_a_root_tells_which_saves_are_complete_and_what_is_wrong_with_the_others
 
 # ------------------------------------------------------------------------------------------------------ two checkpoints
 
+STATES = 3 * len(MODEL)         # the weight and two moments of each tensor
+
 
 @pytest.mark.parametrize("block", [1 << 22, 7])
 def test_checkpoints_of_one_state_are_equal_whatever_layouts_wrote_them(
@@ -112,10 +114,10 @@ def test_checkpoints_of_one_state_are_equal_whatever_layouts_wrote_them(
     a, b, c = (save(tmp_path / str(number), layout, state) for number, layout in enumerate(LAYOUTS))
     for one, other in ((a, b), (b, c), (c, a)):
         facts = told(capsys, 0, "--diff", one, other)
-        assert facts["equal"] and len(facts["tensors"]) == 3 * len(MODEL)
+        assert facts["equal"] and len(facts["tensors"]) == STATES
         assert facts["only_in_a"] == facts["only_in_b"] == []
     out, _ = said(capsys, 0, "--diff", tmp_path / "0", tmp_path / "1")
-    assert out.count("\n") == 2 and "30 of 30 states of tensors equal, 0 on one side only" in out
+    assert out.count("\n") == 2 and f"{STATES} of {STATES} states of tensors equal, 0 on one side only" in out
 
 
 @pytest.mark.parametrize("block", [1 << 22, 7])
@@ -137,8 +139,8 @@ def test_one_other_element_is_found_and_measured(
     assert wrong["layers.1.scale", "exp_avg_sq"]["relative"] == 2
     assert wrong["layers.0.norm", "exp_avg"]["max_abs"] is None, "a difference to what is no number"
     out, _ = said(capsys, 1, "--diff", a, b)
-    assert "layers.2.row" in out and "max difference 5.000e-01" in out and "27 of 30" in out
-    assert len(said(capsys, 1, "--diff", a, b, "--tensors")[0].splitlines()) == 30 + 2
+    assert "layers.2.row" in out and "max difference 5.000e-01" in out and f"{STATES - 3} of {STATES}" in out
+    assert len(said(capsys, 1, "--diff", a, b, "--tensors")[0].splitlines()) == STATES + 2
 
 
 def test_other_dtypes_shapes_and_names_are_told(
