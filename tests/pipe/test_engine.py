@@ -205,7 +205,7 @@ class Sleeper:
 
 
 SLEEPERS = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
-MESSAGES = {"4 KiB": ((4 << 10) // 8, 0.015), "4 MiB": ((4 << 20) // 8, 0.03)}      # fp64 numbers, seconds of a sleep
+MESSAGES = {"4 KiB": ((4 << 10) // 8, 0.015), "4 MiB": ((4 << 20) // 8, 0.045)}      # fp64 numbers, seconds of a sleep
 
 
 def sleep_through(ranks, micros, paper, limit):
