@@ -65,7 +65,7 @@ def test_a_row_that_sees_nothing_is_zeros(impl, dtype):
     """C148: zeros and a zero gradient, by a mask or because more queries than keys are asked for causally."""
     x, dy = torch.randn(2, 2, 5, 4).to(dtype)
     mask = torch.rand(2, 5, 4) < 0.7
-    mask[:, 1], mask[0, 4] = False, False
+    mask[:, 1], mask[0, 4], mask[1, 3, 0] = False, False, True
     y, dx = _assert_same(impl, x, dy, mask=mask)
     for rows in (y, dx):
         assert not rows[:, 1].any() and not rows[0, 4].any() and rows[1, 3].any()
