@@ -44,7 +44,7 @@ from megazero.pipe.split import Split
 from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
-from megazero.precision import dtypes
+from megazero.precision import dtypes, residual_dtype
 from megazero.resume import as_resumed, check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
@@ -337,13 +337,8 @@ def gpt_of(config: Config, vocab: int) -> GPTSetup:
     return GPTSetup(
         config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
         selective=config.recompute.recompute_granularity == "selective",
-        kernels=kernels_of(config), residual=residual_of(config), moe=config.moe, experts=config.experts,
+        kernels=kernels_of(config), residual=residual_dtype(config.precision), moe=config.moe, experts=config.experts,
     )
-
-
-def residual_of(config: Config) -> torch.dtype | None:
-    """The dtype of the residual stream, where it is not that of the parameters."""
-    return torch.float32 if config.precision.fp32_residual_connection else None
 
 
 def kernels_of(config: Config) -> Kernels:

@@ -21,6 +21,11 @@ class Dtypes:
     master: torch.dtype
 
 
+def residual_dtype(precision: PrecisionConfig) -> torch.dtype | None:
+    """The dtype of the residual stream, where it is not that of the parameters."""
+    return torch.float32 if precision.fp32_residual_connection else None
+
+
 def dtypes(precision: PrecisionConfig) -> Dtypes:
     """The types of a run: fp32 throughout, bf16 or fp16 over fp32 masters, or fp64 throughout."""
     if precision.fp64:

@@ -19,8 +19,6 @@ from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
 from megazero import snapshot  # noqa: E402
@@ -35,7 +33,7 @@ from megazero.parallel.groups import World, choose_device, connect, disconnect, 
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.stage import LayerSpec  # noqa: E402
 from megazero.plan import plan_stages  # noqa: E402
-from megazero.precision import dtypes  # noqa: E402
+from megazero.precision import dtypes, residual_dtype  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -146,7 +144,7 @@ def checkpoint_of(root: str, step: int | None, *, speaks: bool) -> Path:
 
 def layers_of(config: Config, vocab: int) -> list[LayerSpec]:
     """The layers of a checkpoint's model, in the dtypes that its configuration names."""
-    residual = torch.float32 if config.precision.fp32_residual_connection else None
+    residual = residual_dtype(config.precision)
     dtype = dtypes(config.precision).compute
     return gpt_layers(GPTSetup(config.model, vocab, dtype, residual=residual, moe=config.moe, experts=config.experts))
 
