@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .dispatch import jit, tl, use_triton
-from .rows import PARTIALS, row_start, rows_of, statistics_dtype, tiles
+from .rows import PARTIALS, row_start, rows_of, shares, statistics_dtype, tiles
 
 
 def bias_gelu_reference(x: Tensor, bias: Tensor | None, approximate: str = "none") -> Tensor:
@@ -109,8 +109,7 @@ class _BiasGelu(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, bias = ctx.saved_tensors
         rows, dy_rows, width, static = rows_of(x), rows_of(dy), x.shape[-1], ctx.static
-        each = 1 if bias is None else max(1, -(-rows.count // PARTIALS))
-        programs = -(-rows.count // each)
+        each, programs = (1, rows.count) if bias is None else shares(rows.count, PARTIALS)
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         db = None if bias is None else torch.empty(programs, width, device=x.device, dtype=statistics_dtype(x.dtype))
         if rows.count:

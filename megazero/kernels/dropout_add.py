@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .dispatch import jit, tl, use_triton
 from .draws import keep, keep_reference
-from .rows import PARTIALS, row_start, rows_of, statistics_dtype, tiles
+from .rows import PARTIALS, row_start, rows_of, shares, statistics_dtype, tiles
 
 
 def dropout_add_reference(
@@ -100,8 +100,7 @@ class _DropoutAdd(torch.autograd.Function):
             db = dy.sum(tuple(range(dy.dim() - 1)), dtype=exact) if biased else None
             return dy.to(x_dtype), dy.to(residual_dtype), db, None, None
         static = _tiles(width, dy.dtype)
-        each = max(1, -(-rows.count // PARTIALS)) if biased else 1
-        programs = -(-rows.count // each)
+        each, programs = shares(rows.count, PARTIALS) if biased else (1, rows.count)
         dx = torch.empty(dy.shape, device=dy.device, dtype=x_dtype)
         db = torch.empty(programs, width, device=dy.device, dtype=exact) if biased else None
         if rows.count:

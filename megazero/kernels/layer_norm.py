@@ -17,7 +17,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .dispatch import jit, tl, use_triton
-from .rows import BACKWARD_LIMIT, FORWARD_LIMIT, NO_ROWS, PARTIALS, blocks, row_start, rows_of, statistics_dtype
+from .rows import (
+    BACKWARD_LIMIT,
+    FORWARD_LIMIT,
+    NO_ROWS,
+    PARTIALS,
+    blocks,
+    row_start,
+    rows_of,
+    shares,
+    statistics_dtype,
+    sum_of,
+)
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -160,13 +171,8 @@ class _LayerNorm(torch.autograd.Function):
         ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
         dtype, hidden = torch.promote_types(*ctx.dtypes), x.shape[-1]
         static = blocks(hidden, dtype, FORWARD_LIMIT)
-        adds = residual is not None and static["WHOLE"]
-        if adds:
-            h, r_rows = torch.empty(x.shape, device=x.device, dtype=dtype), rows_of(residual)
-        else:       # a row of many blocks is read twice anyway
-            h = x = x if residual is None else x + residual
-            r_rows = NO_ROWS
-        rows, y = rows_of(x), torch.empty(x.shape, device=x.device, dtype=dtype)
+        rows, r_rows, h, adds = sum_of(x, residual, dtype, static["WHOLE"])
+        y = torch.empty(x.shape, device=x.device, dtype=dtype)
         mean, rstd = torch.empty(2, rows.count, device=x.device, dtype=statistics_dtype(dtype))
         if rows.count:
             if not static["WHOLE"]:
@@ -185,8 +191,7 @@ class _LayerNorm(torch.autograd.Function):
         rows, dy_rows, hidden = rows_of(h), rows_of(dy), h.shape[-1]
         dh_rows = NO_ROWS if dh is None else rows_of(dh)
         static = blocks(hidden, h.dtype, BACKWARD_LIMIT)
-        each = max(1, -(-rows.count // PARTIALS))
-        programs = -(-rows.count // each)
+        each, programs = shares(rows.count, PARTIALS)
         dx = torch.empty_like(h, memory_format=torch.contiguous_format)
         dw, db = torch.empty(2, programs, hidden, device=h.device, dtype=mean.dtype)
         mean_g, mean_gx = torch.empty(2, 1 if static["WHOLE"] else rows.count, device=h.device, dtype=mean.dtype)

@@ -54,6 +54,33 @@ def rows_of(x: Tensor) -> Rows:
     return Rows(x, count, 1, dims[0][1] if dims else 0, 0)
 
 
+def shares(count: int, most: int) -> tuple[int, int]:
+    """(how many each takes, programs) where at most `most` programs divide `count` among themselves."""
+    each = max(1, -(-count // most))
+    return each, -(-count // each)
+
+
+class Sum(NamedTuple):
+    """The input of a norm that may add a residual: the rows that its kernel reads, and what the norm is of.
+
+    h     x + residual [..., hidden]; still empty where the kernel `adds` the residual's rows itself
+    """
+
+    rows: Rows
+    residual: Rows
+    h: Tensor
+    adds: bool
+
+
+def sum_of(x: Tensor, residual: Tensor | None, dtype: torch.dtype, whole: bool) -> Sum:
+    """x [..., hidden] + residual, in `dtype`: by the kernel where its block is the whole row, for a row of many blocks
+    is read twice anyway."""
+    if residual is not None and whole:
+        return Sum(rows_of(x), rows_of(residual), torch.empty(x.shape, device=x.device, dtype=dtype), True)
+    h = x if residual is None else x + residual
+    return Sum(rows_of(h), NO_ROWS, h, False)
+
+
 @jit
 def row_start(row, inner, outer_stride, inner_stride):
     """Offset of a row's first element; `row` is 64-bit, and so is the result."""

@@ -48,6 +48,15 @@ def _start(row, heads, queries, outer_stride, inner_stride, query_stride):
 
 
 @jit
+def _stop(row, queries, keys, CAUSAL: tl.constexpr):
+    """Keys that the row may see: all, or where it is causal those up to its own place."""
+    stop = keys
+    if CAUSAL:
+        stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
+    return stop
+
+
+@jit
 def _limit(stop, keys):
     """Where loads end: `stop` as a multiple of 16, which vectors need."""
     return tl.minimum(keys, (stop + 15) // 16 * 16)
@@ -77,9 +86,7 @@ def _moments(
 ):  # fmt: skip
     """m and Z of one row that is wider than a block, in one pass."""
     row = tl.program_id(0).to(tl.int64)
-    stop = keys
-    if CAUSAL:
-        stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
+    stop = _stop(row, queries, keys, CAUSAL)
     x_ptr += _start(row, heads, queries, x_outer_stride, x_inner_stride, x_query_stride)
     mask_ptr += _start(row, heads, queries, mask_outer_stride, mask_inner_stride, mask_query_stride)
     top = tl.full((BLOCK,), -float("inf"), STATISTICS)
@@ -107,9 +114,7 @@ def _forward(
     """One block of one row; its statistics are taken here if the block is the WHOLE row, else read."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    stop = keys
-    if CAUSAL:
-        stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
+    stop = _stop(row, queries, keys, CAUSAL)
     x_ptr += _start(row, heads, queries, x_outer_stride, x_inner_stride, x_query_stride)
     mask_ptr += _start(row, heads, queries, mask_outer_stride, mask_inner_stride, mask_query_stride)
     x = _scores(x_ptr, mask_ptr, at, stop, keys, scale, x_key_stride, mask_key_stride, MASKED, STATISTICS)
@@ -130,9 +135,7 @@ def _dots(
 ):  # fmt: skip
     """sum(y * dy) of one row that is wider than a block."""
     row = tl.program_id(0).to(tl.int64)
-    stop = keys
-    if CAUSAL:
-        stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
+    stop = _stop(row, queries, keys, CAUSAL)
     dy_ptr += _start(row, heads, queries, dy_outer_stride, dy_inner_stride, dy_query_stride)
     limit = _limit(stop, keys)
     total = tl.zeros((BLOCK,), STATISTICS)
@@ -153,9 +156,7 @@ def _backward(
     """One block of one row's dx."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    stop = keys
-    if CAUSAL:
-        stop = tl.minimum(keys, (row % queries).to(tl.int32) + 1 + keys - queries)
+    stop = _stop(row, queries, keys, CAUSAL)
     dy_ptr += _start(row, heads, queries, dy_outer_stride, dy_inner_stride, dy_query_stride)
     limit = _limit(stop, keys)
     y = tl.load(y_ptr + row * keys + at, mask=at < limit, other=0.0).to(STATISTICS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .dispatch import jit, tl, use_triton
+from .rows import shares
 
 BLOCK = 1024                # elements that a program adds at once
 PARTIALS = 2048             # programs at most: enough to fill a GPU
@@ -37,8 +38,7 @@ def _partials_of(flat: Tensor) -> Tensor:
     """fp64 [programs]."""
     flat = flat.contiguous()
     block_count = -(-flat.numel() // BLOCK)
-    each = max(1, -(-block_count // PARTIALS))
-    programs = -(-block_count // each)
+    each, programs = shares(block_count, PARTIALS)
     partial = torch.empty(programs, dtype=torch.float64, device=flat.device)
     if programs:
         _partials[(programs,)](flat, partial, flat.numel(), each, BLOCK=BLOCK, num_warps=4)
