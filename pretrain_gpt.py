@@ -17,10 +17,10 @@ import torch
 
 from megazero import snapshot
 from megazero.batch_sizes import BatchSizes, constant
-from megazero.checkpoint import Writing, folder_of, latest
+from megazero.checkpoint import Writing
 from megazero.checkpoint_index import read_index
 from megazero.config import Config, DataConfig, LoggingConfig, check_world
-from megazero.data.corpora import left_out, open_samples
+from megazero.data.corpora import left_out
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
@@ -32,7 +32,7 @@ from megazero.loss_scale import make_loss_scaler
 from megazero.lr_curves import Done
 from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
 from megazero.machine import Machine, Pipelining, Setup, assemble
-from megazero.metrics import Metrics, check_folder, check_places
+from megazero.metrics import Metrics, check_places
 from megazero.moe.pyramid import describe_experts
 from megazero.moe.statistics import statistics_of
 from megazero.moe.students import Teacher
@@ -40,6 +40,7 @@ from megazero.parallel.collectives import AgreedError, gather_objects
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
+from megazero.parts import open_parts, rules_of
 from megazero.pipe.split import Split
 from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
@@ -48,6 +49,7 @@ from megazero.precision import dtypes, residual_dtype
 from megazero.resume import as_resumed, check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
+from megazero.starting import check_save, checkpoint_to_load
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
 from megazero.teacher import find_teacher, taught
 from megazero.trainer import Feed, Progress, Schedules, Trainer
@@ -348,44 +350,6 @@ def kernels_of(config: Config) -> Kernels:
     return Kernels(run.kernels, (*unfused, *run.kernel), run.attention)
 
 
-def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSizes) -> dict[str, SampleSource]:
-    """The samples of each part of the data. Raises ValueError for a missing or unfit file."""
-    data = config.data
-    parts = open_samples(
-        data, seq_length=config.model.seq_length, vocab_size=vocab, seed=config.run.seed,
-        fingerprint=tokenizer.fingerprint, counts=samples_taken(config, sizes),
-    )
-    if "train" not in parts:
-        asked = f"--split {data.split}" if data.data_path else f"--train-data-path {' '.join(data.train_data_path)}"
-        raise ValueError(f"{asked}: no document of {(data.data_path or data.train_data_path)[-1]} is left for training")
-    return parts
-
-
-def samples_taken(config: Config, sizes: BatchSizes) -> dict[str, int]:
-    """How many samples Megatron would say that the run takes of each part; its order of samples depends on it."""
-    batch = config.batch
-    steps = batch.iterations(sizes, seq_length=config.model.seq_length)
-    if batch.train_samples is not None and sizes.consumed(steps) > batch.train_samples:
-        steps -= 1      # it leaves out a batch that is not whole
-    size = batch.eval_global_batch_size or sizes.last
-    evaluation = batch.eval_iters * size if batch.evaluates else 0
-    valid = evaluation * (1 + steps // (batch.eval_interval or 1))
-    named = dict.fromkeys(config.data.valid_sets, valid)
-    return {"train": batch.train_samples or steps * sizes.last, "valid": valid, **named, "test": evaluation}
-
-
-def rules_of(config: Config, tokenizer: Tokenizer) -> DocumentRules:
-    """What the end of a document does. Raises ValueError where made-up data would have to show one and cannot."""
-    data = config.data
-    rules = DocumentRules(tokenizer.eod, data.eod_mask_loss, data.reset_position_ids, data.reset_attention_mask)
-    if rules.any and rules.eod is None and data.mock_data:
-        raise ValueError(
-            "--mock-data and --eod-mask-loss, --reset-position-ids or --reset-attention-mask: the tokenizer has no "
-            "end-of-document token (eos), so documents cannot be told apart"
-        )
-    return rules
-
-
 def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     """What this rank reads of each part."""
     config, rules = plan.config, plan.rules
@@ -406,38 +370,6 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
         )
         feeds[name] = Feed(loader, mesh, reads, homes[-1])
     return feeds
-
-
-def check_save(config: Config, checkpoint: Path | None, start: Progress) -> None:
-    """Raises ValueError where --save could not be made or written to, or holds what this run would mix itself with:
-    checkpoints later than the one it starts from, unless --ckpt-step or --load goes back to one by name. Makes
-    nothing."""
-    if config.checkpoint.save is None or config.batch.skip_train:
-        return
-    root = Path(config.checkpoint.save)
-    check_folder("--save", root)
-    newest = latest(root, say=lambda line: None)
-    by_name = config.checkpoint.ckpt_step is not None or str(checkpoint) == config.checkpoint.load
-    goes_back = by_name and checkpoint is not None and checkpoint.parent == root
-    if newest is not None and newest > start.iteration and not goes_back:
-        raise ValueError(
-            f"--save {root}: holds iteration {newest} of another run, and this one starts after iteration "
-            f"{start.iteration}: give another folder, go on from there (--load, --auto-resume), or remove what is later"
-        )
-
-
-def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:
-    """The folder to start from; None: start anew. Raises ValueError where --load names nothing."""
-    wanted, say = config.checkpoint, print if speaks else lambda line: None
-    found = None
-    if wanted.auto_resume:
-        found = snapshot.find(Path(wanted.save), wanted.ckpt_step, say=say)
-    if found is None and wanted.load is not None:
-        found = snapshot.find(Path(wanted.load), wanted.ckpt_step, say=say)
-        if found is None:
-            where = Path(wanted.load) if wanted.ckpt_step is None else folder_of(Path(wanted.load), wanted.ckpt_step)
-            raise ValueError(f"--load {wanted.load}: there is no complete checkpoint in {where}")
-    return found
 
 
 def load(plan: Plan, machine: Machine, metrics: Metrics) -> Progress:

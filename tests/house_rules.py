@@ -43,7 +43,8 @@ FLOORS = (
     ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
      "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py",
      "megazero/weights_only.py"),
-    ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py", "megazero/upcycle.py"),
+    ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py", "megazero/upcycle.py", "megazero/parts.py",
+     "megazero/starting.py"),
     ("benchmarks/kernel_list.py",),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )
