@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from megazero import snapshot
+from megazero.allocator import keep_freed_memory
 from megazero.batch_sizes import BatchSizes, constant
 from megazero.checkpoint import Writing
 from megazero.checkpoint_index import read_index
@@ -180,6 +181,8 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     """Meet the other processes, build this rank's part of everything, and train."""
     config = plan.config
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
+    if device.type == "cpu":
+        keep_freed_memory()
     connect(world, device, backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
     mesh = open_mesh(plan.topology, device)
     check_same_everywhere(plan, mesh)

@@ -1,33 +1,31 @@
 """One MoE layer, forward and backward, beside other people's and a dense feed-forward of the same active operations.
 
-All contenders have the same weights, see the same tokens, and drop none; they take turns in the same processes, and
-medians of the ratios within a round are compared, so that a machine with other work is fair to all. At degree 2 two
-processes share the tokens, and ours the experts too; the peers hold them all twice and exchange nothing.
+All contenders have the same weights, see the same tokens, and drop none. Each has processes of its own, as its users
+start it (ours keep freed memory, as pretrain_gpt.py does); they take turns, and medians of the ratios within a round
+are compared, so that a machine with other work is fair to all. At degree 2 two processes share the tokens, and ours the
+experts too; the peers hold them all twice and exchange nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import importlib.util
 import json
-import statistics
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
+from benchmarks.turns import Contender, Turns, median_ratio, take_turns  # noqa: E402
+from megazero.allocator import keep_freed_memory  # noqa: E402
 from megazero.config import ModelConfig  # noqa: E402
 from megazero.config_moe import MoEConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
@@ -38,7 +36,9 @@ from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.output import hidden_of  # noqa: E402
 
 OURS, DENSE, LOOP = "megazero", "dense", "plain loop"
+MIXTRALS = {"Mixtral, eager": "eager", "Mixtral, grouped_mm": "grouped_mm"}
 SEQUENCES = 4
+DIRECTIONS = 8          # in which outputs are compared
 STD = 0.05
 
 Layer = Callable[[Tensor], Tensor]      # [seq, batch, hidden] -> the same
@@ -125,20 +125,23 @@ def mixtral_layer(args: argparse.Namespace, topk: int, way: str) -> nn.Module:
     return block
 
 
-def contenders(args: argparse.Namespace, topk: int, degree: int) -> dict[str, Callable[[Tensor], tuple[Tensor, ...]]]:
-    """All that can run here: x -> (output, losses of the layer's own)."""
-    ours = our_layer(args, topk, degree)
+def our_run(layer: MoELayer) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """x -> the output and the layer's own losses."""
     batch = MicroBatch(torch.empty(0, 0, dtype=torch.int64), draw=(1, 1, 1), auxiliary=1.0)
 
-    def run_ours(x: Tensor) -> tuple[Tensor, ...]:
-        out = ours(x, batch)
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        out = layer(x, batch)
         return hidden_of(out), out.loss
 
-    peers: dict[str, Layer] = {DENSE: Dense(args.hidden, topk * args.ffn), LOOP: loop_layer(args, topk)}
-    if importlib.util.find_spec("transformers") is not None:
-        for way in ("eager", "grouped_mm"):
-            peers[f"Mixtral, {way}"] = mixtral_layer(args, topk, way)
-    return {OURS: run_ours} | {name: lambda x, layer=layer: (layer(x),) for name, layer in peers.items()}
+    return run
+
+
+def peer(name: str, args: argparse.Namespace) -> Layer:
+    if name == DENSE:
+        return Dense(args.hidden, args.choices * args.ffn)
+    if name == LOOP:
+        return loop_layer(args, args.choices)
+    return mixtral_layer(args, args.choices, MIXTRALS[name])
 
 
 def step(run: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, grad: Tensor) -> Tensor:
@@ -149,38 +152,30 @@ def step(run: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor, grad: Tensor) -
     return y.detach()
 
 
-def race(rank: int, folder: str, args: argparse.Namespace, degree: int) -> None:
-    """One of the processes: rounds in which each contender has its turn; rank 0 leaves the seconds in a file."""
-    torch.set_num_threads(args.threads)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", degree), rank=rank, world_size=degree)
+def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
+    """What runs in the processes of that name; its numbers are what random directions see of the first output."""
     generator = torch.Generator().manual_seed(rank)
-    shape = (args.tokens // degree // SEQUENCES, SEQUENCES, args.hidden)
+    shape = (args.tokens // args.processes // SEQUENCES, SEQUENCES, args.hidden)
     x, grad = torch.randn(2, *shape, generator=generator).unbind()
-    told: dict[str, Any] = {}
-    for topk in args.topk:
-        found = contenders(args, topk, degree)
-        check_equal({name: step(run, x, grad) for name, run in found.items()}, topk)
-        seconds: dict[str, list[float]] = {name: [] for name in found}
-        for turn in range(args.rounds):
-            gc.collect()
-            for name in list(found) if turn % 2 else reversed(list(found)):
-                dist.barrier()
-                start = time.perf_counter()
-                step(found[name], x, grad)
-                dist.barrier()
-                seconds[name].append(time.perf_counter() - start)
-        told[str(topk)] = seconds
-    if rank == 0:
-        Path(folder, "seconds").write_text(json.dumps(told))
-    dist.barrier()
-    dist.destroy_process_group()
+    if name == OURS:
+        keep_freed_memory()
+        run = our_run(our_layer(args, args.choices, args.processes))
+    else:
+        layer = peer(name, args)
+
+        def run(x: Tensor) -> tuple[Tensor, ...]:
+            return (layer(x),)
+
+    directions = torch.randn(x.numel(), DIRECTIONS, generator=generator)
+    return Contender(lambda: step(run, x, grad), (step(run, x, grad).flatten() @ directions).tolist())
 
 
-def check_equal(outputs: dict[str, Tensor], topk: int) -> None:
+def check_equal(found: dict[str, Turns], choices: int) -> None:
     """All but the dense one compute the same layer; those that weigh a single choice by 1 are told apart by that."""
-    for name, y in outputs.items():
-        alike = name != DENSE and not (topk == 1 and name.startswith("Mixtral"))
-        off = ((y - outputs[LOOP]).norm() / outputs[LOOP].norm()).item()
+    for name, turns in found.items():
+        alike = name != DENSE and not (choices == 1 and name in MIXTRALS)
+        own, loop = torch.tensor(turns.numbers), torch.tensor(found[LOOP].numbers)
+        off = ((own - loop).norm() / loop.norm()).item()
         assert not alike or off < 1e-4, f"{name} computes another layer: {off:.1e}"
 
 
@@ -188,26 +183,23 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each degree, number of choices and contender: median milliseconds, and medians of the round-by-round
     ratios over the dense feed-forward and over the fastest peer."""
     rows = []
-    for degree in args.degree:
-        with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(race, (folder, args, degree), nprocs=degree)
-            told = json.loads(Path(folder, "seconds").read_text())
-        for topk, seconds in told.items():
-            peers = [name for name in seconds if name not in (OURS, DENSE)]
-            fastest = min(peers, key=lambda name: statistics.median(seconds[name]))
-            for name, taken in seconds.items():
-                rows.append({
-                    "degree": degree, "topk": int(topk), "layer": name,
-                    "milliseconds": 1e3 * statistics.median(taken),
-                    "over_dense": median_ratio(taken, seconds[DENSE]),
-                    "over_the_fastest_peer": median_ratio(taken, seconds[fastest]),
-                    "over_the_loop": median_ratio(taken, seconds[LOOP]),
-                })  # fmt: skip
+    peers = [LOOP, *(MIXTRALS if importlib.util.find_spec("transformers") is not None else ())]
+    for degree, choices in ((degree, choices) for degree in args.degree for choices in args.topk):
+        its = argparse.Namespace(**vars(args), processes=degree, choices=choices)
+        found = take_turns(
+            contender, [OURS, DENSE, *peers], its, ranks=degree, threads=args.threads, rounds=args.rounds
+        )
+        check_equal(found, choices)
+        fastest = min((found[name] for name in peers), key=lambda turns: turns.median)
+        for name, turns in found.items():
+            rows.append({
+                "degree": degree, "topk": choices, "layer": name, "milliseconds": 1e3 * turns.median,
+                "over_dense": median_ratio(turns.seconds, found[DENSE].seconds),
+                "over_the_fastest_peer": median_ratio(turns.seconds, fastest.seconds),
+                "over_the_loop": median_ratio(turns.seconds, found[LOOP].seconds),
+                "processor_over_the_loop": median_ratio(turns.worked, found[LOOP].worked),
+            })  # fmt: skip
     return rows
-
-
-def median_ratio(a: Iterable[float], b: Iterable[float]) -> float:
-    return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -230,11 +222,12 @@ def main(argv: list[str] | None = None) -> None:
     rows = measure(args)
     if importlib.util.find_spec("transformers") is None:
         print("Mixtral is left out, for the package transformers is not installed")
-    print(f"{'degree':>6}{'top':>5}  {'':22}{'ms':>8}{'/ dense':>9}{'/ fastest peer':>16}{'/ loop':>8}")
+    heads = f"{'ms':>8}{'/ dense':>9}{'/ fastest peer':>16}{'/ loop':>8}{'processor':>11}"
+    print(f"{'degree':>6}{'top':>5}  {'':22}{heads}")
     for row in rows:
         degree, topk, name, *figures = row.values()
-        ms, dense, fastest, loop = figures
-        print(f"{degree:6}{topk:5}  {name:22}{ms:8.1f}{dense:9.3f}{fastest:16.3f}{loop:8.3f}")
+        ms, dense, fastest, loop, processor = figures
+        print(f"{degree:6}{topk:5}  {name:22}{ms:8.1f}{dense:9.3f}{fastest:16.3f}{loop:8.3f}{processor:11.3f}")
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,22 +1,19 @@
 """A training step in one process beside a GPT of torch's own layers and transformers' GPT-2: tokens per second.
 
-All train with torch's fused AdamW and clip the gradient. They take turns in one process, and medians of the ratios
-within a round are compared, so that a machine with other work is fair to all. A product of large matrices in each round
-says what the machine could do. Then the same at a small width, where a step is what stands around the products.
+All train with torch's fused AdamW and clip the gradient. Each has a process of its own, as its users start it (ours
+keeps freed memory, as pretrain_gpt.py does); they take turns, and medians of the ratios within a round are compared, so
+that a machine with other work is fair to all. A product of large matrices in each round says what the machine could do.
+Then the same at a small width, where a step is what stands around the products.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import importlib.util
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
 from benchmarks.plain_gpt import our_machine, plain_copy  # noqa: E402
+from benchmarks.turns import Contender, median_ratio, take_turns  # noqa: E402
+from megazero.allocator import keep_freed_memory  # noqa: E402
 from megazero.config import ModelConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
 from megazero.machine import Machine  # noqa: E402
@@ -34,11 +33,10 @@ from megazero.parallel.zero import Rates, Zero  # noqa: E402
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
 OURS, PLAIN, GPT2, PEAK = "megazero", "plain torch", "transformers GPT-2", "product"
-PEAK_SIZE = 1536        # of the square matrices whose product is the measure
+PEAK_SIZE, PRODUCTS = 1536, 5       # of the square matrices whose product is the measure; how many in a turn
 OVERHEAD_HIDDEN, OVERHEAD_HEADS = 32, 2
 
 Step = Callable[[Tensor, Tensor], float]  # on tokens and labels [batch, seq]; returns the loss it had
-Times = dict[str, list[float]]  # by contender, seconds in each round
 
 
 def our_step(machine: Machine) -> Step:
@@ -83,43 +81,32 @@ def gpt2_step(model: ModelConfig, vocab: int) -> Step:
     return torch_step(gpt2, lambda x, y: F.cross_entropy(gpt2(input_ids=x).logits.flatten(0, 1), y.flatten()))
 
 
-def contenders(model: ModelConfig, vocab: int) -> dict[str, Step]:
-    """All that can run here, by name."""
-    machine = our_machine(model, vocab, Zero(1, CLIP), ranks=1)
-    plain = plain_copy(machine, model, vocab)
-    found = {OURS: our_step(machine), PLAIN: torch_step(plain, plain)}
-    if importlib.util.find_spec("transformers") is None:
-        print(f"{GPT2}: left out, for the package transformers is not installed", flush=True)
-    else:
-        found[GPT2] = gpt2_step(model, vocab)
-    return found
-
-
-def race(found: Mapping[str, Step], model: ModelConfig, args: argparse.Namespace) -> tuple[Times, Times]:
-    """Seconds of a step of each contender, and of the product, in each round; and seconds that processors worked on it,
-    all threads together."""
+def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
+    """What runs in the process of that name; its numbers are the losses of its first steps."""
     generator = torch.Generator().manual_seed(0)
+    if name == PEAK:
+        square = torch.randn(PEAK_SIZE, PEAK_SIZE, generator=generator)
+        out = torch.empty_like(square)
+        return Contender(lambda: [torch.mm(square, square, out=out) for _ in range(PRODUCTS)])
+    model = model_of(args)
+    if name == OURS:
+        keep_freed_memory()
+        step = our_step(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1))
+    elif name == PLAIN:
+        plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1), model, args.vocab)
+        step = torch_step(plain, plain)
+    else:
+        step = gpt2_step(model, args.vocab)
     text = torch.randint(args.vocab, (args.batch, model.seq_length + 1), generator=generator)
     tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    losses = {name: [step(tokens, labels) for _ in range(3)] for name, step in found.items()}
-    off = max(abs(a - b) / b for a, b in zip(losses[OURS], losses[PLAIN], strict=True))
-    assert off < 1e-4, f"not the same model: {losses}"
-    square = torch.randn(PEAK_SIZE, PEAK_SIZE, generator=generator)
-    out = torch.empty_like(square)
-    seconds: Times = {name: [] for name in (*found, PEAK)}
-    worked: Times = {name: [] for name in seconds}
-    for turn in range(args.rounds):
-        gc.collect()
-        names = list(seconds)[turn % len(seconds) :] + list(seconds)[: turn % len(seconds)]
-        for name in names:
-            start, cpu_start = time.perf_counter(), time.process_time()
-            if name == PEAK:
-                torch.mm(square, square, out=out)
-            else:
-                found[name](tokens, labels)
-            seconds[name].append(time.perf_counter() - start)
-            worked[name].append(time.process_time() - cpu_start)
-    return seconds, worked
+    return Contender(lambda: step(tokens, labels), [step(tokens, labels) for _ in range(3)])
+
+
+def model_of(args: argparse.Namespace) -> ModelConfig:
+    return ModelConfig(
+        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads, seq_length=args.seq,
+        attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True,
+    )
 
 
 def step_flops(model: ModelConfig, vocab: int, tokens: int) -> float:
@@ -129,27 +116,25 @@ def step_flops(model: ModelConfig, vocab: int, tokens: int) -> float:
     return tokens * (6.0 * weights + 6.0 * model.num_layers * hidden * model.seq_length)
 
 
-def ratio(above: list[float], below: list[float]) -> float:
-    """The median of the ratios within a round."""
-    return statistics.median(a / b for a, b in zip(above, below, strict=True))
-
-
-def measure(model: ModelConfig, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """By contender: seconds of a step, tokens per second, the ratio to the faster peer, the same in processor time
     (which other work on the machine changes less), and FLOP/s over those of the product."""
-    seconds, worked = race(contenders(model, args.vocab), model, args)
-    peak, tokens = seconds.pop(PEAK), args.batch * model.seq_length
-    share = step_flops(model, args.vocab, tokens) / (2.0 * PEAK_SIZE**3)
-    fastest = min((name for name in seconds if name != OURS), key=lambda name: statistics.median(seconds[name]))
+    names = [OURS, PLAIN, *((GPT2,) if importlib.util.find_spec("transformers") else ()), PEAK]
+    found = take_turns(contender, names, args, threads=args.threads, rounds=args.rounds)
+    peak, tokens = found.pop(PEAK), args.batch * args.seq
+    off = max(abs(a - b) / b for a, b in zip(found[OURS].numbers, found[PLAIN].numbers, strict=True))
+    assert off < 1e-4, f"not the same model: {[turns.numbers for turns in found.values()]}"
+    share = step_flops(model_of(args), args.vocab, tokens) / (PRODUCTS * 2.0 * PEAK_SIZE**3)
+    fastest = min((turns for name, turns in found.items() if name != OURS), key=lambda turns: turns.median)
     return {
         name: {
-            "seconds": statistics.median(taken),
-            "tokens_per_second": tokens / statistics.median(taken),
-            "ratio_to_the_faster_peer": ratio(seconds[fastest], taken),
-            "processor_ratio": ratio(worked[fastest], worked[name]),
-            "flops_over_peak": share * ratio(peak, taken),
+            "seconds": turns.median,
+            "tokens_per_second": tokens / turns.median,
+            "ratio_to_the_faster_peer": median_ratio(fastest.seconds, turns.seconds),
+            "processor_ratio": median_ratio(fastest.worked, turns.worked),
+            "flops_over_peak": share * median_ratio(peak.seconds, turns.seconds),
         }
-        for name, taken in seconds.items()
+        for name, turns in found.items()
     }
 
 
@@ -177,15 +162,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
-    torch.set_num_threads(args.threads)
-    model = ModelConfig(
-        num_layers=args.layers, hidden_size=args.hidden, num_attention_heads=args.heads, seq_length=args.seq,
-        attention_dropout=0.0, hidden_dropout=0.0, untie_embeddings_and_output_weights=True,
-    )
-    step = measure(model, args)
+    if importlib.util.find_spec("transformers") is None:
+        print(f"{GPT2}: left out, for the package transformers is not installed", flush=True)
+    step = measure(args)
     show(step)
-    narrow = replace(model, hidden_size=OVERHEAD_HIDDEN, num_attention_heads=OVERHEAD_HEADS)
-    overhead = measure(narrow, args)
+    narrow = {"hidden": OVERHEAD_HIDDEN, "heads": OVERHEAD_HEADS}
+    overhead = measure(argparse.Namespace(**{**vars(args), **narrow}))
     print(f"at hidden {OVERHEAD_HIDDEN}:")
     show(overhead)
     over_plain = 1 / overhead[OURS]["ratio_to_the_faster_peer"] * overhead[PLAIN]["ratio_to_the_faster_peer"]

@@ -1,7 +1,8 @@
 """Training steps with ZeRO beside torch's own data parallelism: two processes on gloo, one model, tokens per second.
 
-The contenders take turns in the same two processes, and medians of the ratios within a round are compared, so that a
-machine with other work is fair to all. The peers train a GPT of torch's own layers with the weights of ours.
+Each contender has two processes of its own, as its users start it (ours keep freed memory, as pretrain_gpt.py does);
+they take turns, and medians of the ratios within a round are compared, so that a machine with other work is fair to
+all. The peers train a GPT of torch's own layers with the weights of ours.
 
 Then, in one process, the optimizer's step beside the time that its memory traffic takes at the speed of a plain copy.
 """
@@ -9,17 +10,14 @@ Then, in one process, the optimizer's step beside the time that its memory traff
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import importlib.util
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
 from benchmarks.plain_gpt import PlainGPT, our_machine, plain_copy  # noqa: E402
+from benchmarks.turns import Contender, median_ratio, take_turns  # noqa: E402
+from megazero.allocator import keep_freed_memory  # noqa: E402
 from megazero.config import ModelConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
 from megazero.machine import Machine  # noqa: E402
@@ -50,18 +50,14 @@ OURS = {
 PEERS = ("DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed stage 1", "DeepSpeed stage 2")
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to train: a step on this process's (tokens, labels) [batch, seq] returns the loss it had, and what of
-    its memory is optimizer state beside the weights."""
-
-    step: Callable[[Tensor, Tensor], float]
-    state: Callable[[], Iterable[Tensor]]
+# A step on this process's (tokens, labels) [batch, seq] returns the loss it had; and what of the memory after it is
+# optimizer state beside the weights.
+Step = Callable[[Tensor, Tensor], float]
+State = Callable[[], Iterable[Tensor]]
 
 
-def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tuple[Contender, Machine]:
+def our_way(machine: Machine) -> tuple[Step, State]:
     """The engine and the optimizer as the trainer drives them."""
-    machine = our_machine(model, vocab, zero, ranks=RANKS)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         scale = 1.0 / (RANKS * tokens.numel())
@@ -74,10 +70,10 @@ def our_contender(model: ModelConfig, vocab: int, batch: int, zero: Zero) -> tup
         buckets = machine.optimizer.buckets
         return [data for bucket in buckets for kind, data in bucket.slices.items() if kind != "weight"]
 
-    return Contender(step, state), machine
+    return step, state
 
 
-def torch_contender(name: str, plain: PlainGPT) -> Contender:
+def torch_way(name: str, plain: PlainGPT) -> tuple[Step, State]:
     """DDP or FSDP2 around the model, with torch's fused AdamW."""
     options: dict[str, Any] = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
     wrapped: nn.Module = plain
@@ -103,11 +99,12 @@ def torch_contender(name: str, plain: PlainGPT) -> Contender:
         optimizer.zero_grad()
         return mean_loss(loss)
 
-    return Contender(step, lambda: tensors_of(inner.state.values()))
+    return step, lambda: tensors_of(inner.state.values())
 
 
-def deepspeed_contender(stage: int, batch: int, plain: PlainGPT) -> Contender:
+def deepspeed_way(stage: int, rank: int, batch: int, plain: PlainGPT) -> tuple[Step, State]:
     """DeepSpeed's engine around the model, with torch's fused AdamW."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # it asks for them
     deepspeed = importlib.import_module("deepspeed")
     inner = torch.optim.AdamW(plain.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     config = {
@@ -122,7 +119,7 @@ def deepspeed_contender(stage: int, batch: int, plain: PlainGPT) -> Contender:
         engine.step()
         return mean_loss(loss)
 
-    return Contender(step, lambda: tensors_of(inner.state.values()))
+    return step, lambda: tensors_of(inner.state.values())
 
 
 def mean_loss(loss: Tensor) -> float:
@@ -138,19 +135,25 @@ def tensors_of(states: Iterable[dict[str, Any]]) -> list[Tensor]:
     return [t.to_local() if isinstance(t, dist.tensor.DTensor) else t for t in tensors]
 
 
-def contenders(model: ModelConfig, vocab: int, batch: int) -> dict[str, Contender]:
-    """All that can run here, by name; the peers begin with our weights."""
-    found = {}
-    for name, zero in OURS.items():
-        found[name], machine = our_contender(model, vocab, batch, zero)
-    for name in PEERS:
-        if not name.startswith("DeepSpeed"):
-            found[name] = torch_contender(name, plain_copy(machine, model, vocab))
-        elif importlib.util.find_spec("deepspeed") is not None:
-            found[name] = deepspeed_contender(int(name[-1]), batch, plain_copy(machine, model, vocab))
-        elif dist.get_rank() == 0:
-            print(f"{name}: left out, for the package deepspeed is not installed", flush=True)
-    return found
+def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
+    """What runs in the processes of that name; its numbers are the losses of its first steps. The peers begin with our
+    weights."""
+    model = model_of(args)
+    if name in OURS:
+        keep_freed_memory()
+        step, state = our_way(our_machine(model, args.vocab, OURS[name], ranks=RANKS))
+    else:
+        plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP), ranks=RANKS), model, args.vocab)
+        if name.startswith("DeepSpeed"):
+            step, state = deepspeed_way(int(name[-1]), rank, args.batch, plain)
+        else:
+            step, state = torch_way(name, plain)
+    generator = torch.Generator().manual_seed(rank)
+    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    losses = [step(tokens, labels) for _ in range(3)]
+    steps = range(args.steps)
+    return Contender(lambda: [step(tokens, labels) for _ in steps], losses, sum(t.nbytes for t in state()))
 
 
 def model_of(args: argparse.Namespace) -> ModelConfig:
@@ -190,59 +193,29 @@ def step_over_traffic(args: argparse.Namespace) -> dict[str, float]:
     }
 
 
-def race(rank: int, folder: str, args: argparse.Namespace) -> None:
-    """One of the processes: rounds of a few steps of each contender in turn; rank 0 leaves the numbers in a file."""
-    torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}  # DeepSpeed asks for them
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    model = model_of(args)
-    found = contenders(model, args.vocab, args.batch)
-    generator = torch.Generator().manual_seed(rank)
-    text = torch.randint(args.vocab, (args.batch, args.seq + 1), generator=generator)
-    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-    losses = {name: [one.step(tokens, labels) for _ in range(3)] for name, one in found.items()}
-    first = next(iter(losses.values()))
-    for name, own in losses.items():
-        off = max(abs(a - b) / b for a, b in zip(own, first, strict=True))
-        assert off < 1e-4, f"{name} trains another model: losses {own} instead of {first}"
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    cpu: dict[str, list[float]] = {name: [] for name in found}
-    for turn in range(args.rounds):
-        gc.collect()
-        names = list(found) if turn % 2 else list(reversed(found))
-        for name in names:
-            dist.barrier()
-            start, cpu_start = time.perf_counter(), time.process_time()
-            for _ in range(args.steps):
-                found[name].step(tokens, labels)
-            seconds[name].append((time.perf_counter() - start) / args.steps)
-            cpu[name].append((time.process_time() - cpu_start) / args.steps)
-    state = {name: sum(t.nbytes for t in one.state()) for name, one in found.items()}
-    if rank == 0:
-        Path(folder, "seconds").write_text(json.dumps({"seconds": seconds, "cpu": cpu, "state": state}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """By contender: tokens per second, the median ratio to the fastest peer in the same round, the seconds that a
     processor worked on a step in one process (which other work on the machine does not change much), bytes of state.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(race, (folder, args), nprocs=RANKS)
-        told = json.loads(Path(folder, "seconds").read_text())
-    seconds, tokens = told["seconds"], RANKS * args.batch * args.seq
-    fastest = min((name for name in seconds if name in PEERS), key=lambda name: statistics.median(seconds[name]))
+    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
+    if not has_deepspeed:
+        print("DeepSpeed: left out, for the package deepspeed is not installed", flush=True)
+    peers = [name for name in PEERS if has_deepspeed or not name.startswith("DeepSpeed")]
+    found = take_turns(contender, [*OURS, *peers], args, ranks=RANKS, threads=1, rounds=args.rounds)
+    losses = {name: turns.numbers for name, turns in found.items()}
+    first = next(iter(losses.values()))
+    for name, own in losses.items():
+        off = max(abs(a - b) / b for a, b in zip(own, first, strict=True))
+        assert off < 1e-4, f"{name} trains another model: losses {own} instead of {first}"
+    fastest = min((found[name] for name in peers), key=lambda turns: turns.median)
     return {
         name: {
-            "tokens_per_second": tokens / statistics.median(taken),
-            "ratio_to_the_fastest_peer": statistics.median(
-                a / b for a, b in zip(seconds[fastest], taken, strict=True)
-            ),
-            "processor_seconds": statistics.median(told["cpu"][name]),
-            "optimizer_state_bytes": told["state"][name],
+            "tokens_per_second": args.steps * RANKS * args.batch * args.seq / turns.median,
+            "ratio_to_the_fastest_peer": median_ratio(fastest.seconds, turns.seconds),
+            "processor_seconds": statistics.median(turns.worked) / args.steps,
+            "optimizer_state_bytes": turns.bytes,
         }
-        for name, taken in seconds.items()
+        for name, turns in found.items()
     }
 
 

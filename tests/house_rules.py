@@ -18,7 +18,7 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 # fits a path counts; a trailing slash means the whole folder.
 FLOORS = (
     ("megazero/settings.py", "megazero/checksum.py", "megazero/tensor_file.py", "megazero/batch_sizes.py",
-     "megazero/layout_string.py"),
+     "megazero/layout_string.py", "megazero/allocator.py"),
     ("megazero/config.py", "megazero/config_data.py", "megazero/config_moe.py", "megazero/config_parallel.py",
      "megazero/config_precision.py", "megazero/config_checkpoint.py", "megazero/config_schedule.py",
      "megazero/config_distill.py", "megazero/lr_curves.py", "megazero/tensor_stream.py"),
@@ -71,6 +71,7 @@ ONLY_IN = {
 # Arithmetic: neither torch nor, but for those under PURE_WITH_NUMPY, numpy; nor any of our files that is not.
 PURE = (
     "megazero/settings.py",
+    "megazero/allocator.py",
     "megazero/batch_sizes.py",
     "megazero/config.py",
     "megazero/config_checkpoint.py",
