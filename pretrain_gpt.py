@@ -25,7 +25,7 @@ from megazero.data.corpora import left_out
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
-from megazero.flags import parse
+from megazero.flags import in_words_of, parse
 from megazero.flops import model_flops
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import OPS, Kernels, use_triton
@@ -60,16 +60,16 @@ TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The run that the flags ask for. Returns the exit code: 0, or 2 where the flags or files are wrong."""
-    world = World()
+    world, words = World(), sys.argv[1:] if argv is None else argv
     try:
         world = World.from_environment()
-        config, notices = parse(sys.argv[1:] if argv is None else argv, shape=snapshot.shape_in_checkpoint)
+        config, notices = parse(words, shape=snapshot.shape_in_checkpoint)
         if answer(config, world):
             return 0
         plan = prepare(config, world)
     except (ValueError, OSError) as wrong:
         if world.local_rank == 0:
-            print(f"pretrain_gpt.py: error: {wrong}", file=sys.stderr)
+            print(f"pretrain_gpt.py: error: {in_words_of(words, str(wrong))}", file=sys.stderr)
         return 2
     try:
         run(plan, world, notices)
@@ -88,7 +88,7 @@ def answer(config: Config, world: World) -> bool:
     lines: list[str] = []
     size = asked.world_size or world.size
     if asked.print_config:
-        lines.append(config.to_json())
+        lines.append(replace(config, run=asked.without_printing()).to_json())
     if asked.print_lr:
         sizes = config.batch.sizes(config.parallel.data_size(size), config.model.seq_length)
         schedule = schedule_of(config, sizes)

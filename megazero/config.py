@@ -8,7 +8,7 @@ A broken rule is a ValueError that names the value, the bound and the flag, long
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, replace
 from math import gcd
 from typing import Literal, get_type_hints
 
@@ -258,6 +258,10 @@ class RunConfig:
             operation, _, implementation = entry.partition("=")
             if not operation or implementation not in ("triton", "torch"):
                 raise ValueError(f"--kernel {entry}: must be OP=triton or OP=torch")
+
+    def without_printing(self) -> RunConfig:
+        """The same for a run, which prints nothing and leaves."""
+        return replace(self, print_layout=False, world_size=None, print_lr=None, print_config=False)
 
     @property
     def attention(self) -> str:

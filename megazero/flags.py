@@ -1,9 +1,8 @@
 """The command line: argv -> Config, in the spellings of Megatron-LM and of Megatron-DeepSpeed.
 
-A flag is one of four kinds. Honoured: every field of the configuration's sections, by its name. Alias: another
-spelling that sets fields (RENAMED, SETS). Accepted: it changes nothing here, for a stated reason (ACCEPTED). Refused:
-a capability that is missing (REFUSED), unless its value asks for nothing (HARMLESS). Everything else is unknown.
-A new flag is a field or one word in a table.
+Which flags there are is in the fields of the configuration and in flag_tables.py. What --config FILE says is read in
+the same way, and counts less than the command line; where both are silent a family's defaults count (--defaults), and
+then those of the fields.
 """
 
 from __future__ import annotations
@@ -11,169 +10,37 @@ from __future__ import annotations
 import difflib
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, replace
 from typing import Any
 
 from .config import SECTIONS, Config
 from .config_data import NUMBER
 from .config_schedule import needs_lr
+from .flag_families import NAMES, defaults, guess
+from .flag_file import read_settings
+from .flag_tables import (
+    ACCEPTED,
+    ACCEPTED_FLAGS,
+    ANSWERED,
+    LEADERS,
+    LOSS_SCALE_FIELDS,
+    REFUSED,
+    REFUSED_FLAGS,
+    RENAMED,
+    REPEATABLE,
+    SETS,
+    TEACHER_FIELDS,
+    VALUES,
+)
 from .settings import Setting, flag_name, section_settings
 
-# Another family's or an older name of a field.
-RENAMED = {
-    "num-key-value-heads": "num_query_groups",
-    "layernorm-epsilon": "norm_epsilon",
-    "rotary-position-embeddings-theta": "rotary_base",
-    "moe-expert-parallel-size": "expert_model_parallel_size",
-    "topk": "moe_router_topk",
-    "moe-loss-coeff": "moe_aux_loss_coeff",
-    "checkpoint-num-layers": "recompute_num_layers",
-    "activations-checkpoint-num-layers": "recompute_num_layers",
-    "activations-checkpoint-method": "recompute_method",
-    "lr-schedule": "lr_scheduler",
+# Flags of the command line itself, which are no settings of a run.
+READING = {
+    "config": "FILE: JSON or YAML of these names, alone or in sections as --print-config prints them; flags count more",
+    "defaults": "{megatron,megatron-deepspeed,megazero}: whose silence counts; default: as flags of one family tell",
+    "help": "all flags, and leave",
 }
-
-# Flags that set fields: those of the first dict always, those of the second where no other flag does.
-SETS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "use-rotary-position-embeddings": ({"position_embedding_type": "rope"}, {}),
-    "no-position-embedding": ({}, {"position_embedding_type": "none"}),
-    "swiglu": ({"activation": "swiglu"}, {}),
-    "squared-relu": ({"activation": "squared_relu"}, {}),
-    "openai-gelu": ({"activation": "gelu_tanh"}, {}),
-    "no-bias-gelu-fusion": ({}, {"activation": "gelu"}),  # unfused, both families compute the exact GELU
-    "checkpoint-activations": (
-        {"recompute_granularity": "full"},
-        {"recompute_method": "uniform", "recompute_num_layers": 1},
-    ),
-    "activations-checkpoint-method": ({}, {"recompute_granularity": "full", "recompute_num_layers": 1}),
-    "enable-zbh1-pipeline": ({"pipeline_schedule": "zb-h1"}, {}),
-    "use-flash-attn": ({}, {"attention_backend": "sdpa"}),
-    "use-flash-attn-v2": ({}, {"attention_backend": "sdpa"}),
-    "use-flash-attn-triton": ({}, {"attention_backend": "sdpa"}),
-    "no-query-key-layer-scaling": ({"apply_query_key_layer_scaling": False}, {}),
-    "recompute-activations": ({"recompute_granularity": "selective"}, {}),
-    **dict.fromkeys(
-        ("topk", "moe-loss-coeff", "moe-expert-parallel-size"), ({}, {"moe_family": "megatron-deepspeed"})
-    ),
-}
-
-# Fields whose flag may come several times, each time adding its words.
-REPEATABLE = ("kernel", "valid_set")
-
-# Reason -> flags that change nothing. "name=" takes one value, "name*" any number of them.
-ACCEPTED = {
-    "there is one implementation of each part": """use-mcore-models transformer-impl= DDP-impl= data-impl=
-        no-mmap-bin-files dataloader-num-threads=
-        no-create-attention-mask-in-dataloader deepspeed-activation-checkpointing""",
-    "fusing or not changes speed only": """no-bias-dropout-fusion no-bias-swiglu-fusion
-        no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion
-        cross-entropy-fusion-impl=""",
-    "overlap changes speed only": """tp-comm-overlap
-        no-async-tensor-model-parallel-allreduce""",
-    "the sequence is always cut over the tensor ranks between layers": """sequence-parallel
-        distribute-saved-activations partition-activations""",
-    "optimizer states are cut over the data ranks, but with --zero-stage 0": "use-distributed-optimizer",
-    "gradients are always accumulated in fp32 or wider": "accumulate-allreduce-grads-in-fp32",
-    "softmax and loss are always computed in fp32 or wider": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
-    "a stored scale minus one trains alike": "apply-layernorm-1p",
-    "the loss is always the mean over all tokens of the global batch": "calculate-per-token-loss",
-    "weights never depend on the layout": "use-cpu-initialization",
-    "every gradient is checked": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
-    "there is no index to cache": "data-cache-path=",
-    "there is no generator state to save": "no-load-rng no-save-rng",
-    "there is one checkpoint format, which any layout reads": """ckpt-format= dist-ckpt-format= auto-detect-ckpt-format
-        dist-ckpt-strictness= ckpt-fully-parallel-save ckpt-fully-parallel-load no-ckpt-fully-parallel-save""",
-    "a save in the background has a thread of its own": "use-persistent-ckpt-worker",
-    "a checkpoint that is asked for and missing is always an error": "exit-on-missing-checkpoint",
-    "these figures are not measured yet": """log-memory-to-tensorboard log-optimizer-states-to-tensorboard
-        timing-log-level= timing-log-option= no-barrier-with-level-1-timing logging-level=""",
-    "memory is left to Python and torch": "manual-gc manual-gc-interval= empty-unused-memory-level=",
-    "the launcher's environment says it": "local-rank=",
-    "there is one engine for any pipeline size": "no-pipeline-parallel",
-    "every schedule computes exactly the same": "enable-zbh1-exact-semantics",
-    "experts are always multiplied as a group, and their rows moved by an uneven all-to-all": """moe-grouped-gemm
-        moe-token-dispatcher-type= moe-flex-dispatcher-backend= moe-permute-fusion use-tutel moe-router-fusion
-        moe-use-legacy-grouped-gemm moe-pad-expert-input-to-capacity""",
-    "what every token passes is always computed while rows travel": "moe-shared-expert-overlap",
-    "experts always have optimizer states of their own": "create-moe-param-group",
-    "every layer's balance is always reported": "moe-per-layer-logging",
-}
-
-# Missing capability -> flags that ask for it.
-REFUSED = {
-    "fp8 and fp4": """fp8-format fp8 fp4-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather fp8-margin
-        fp8-recipe""",
-    "products of bf16 without its own rounding of partial sums": "disable-bf16-reduced-precision-matmul",
-    "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
-    "DeepSpeed checkpoints": "load-tag universal-checkpoint no-load-lr-state",
-    "rounding the global batch down": "decrease-batch-size-if-needed",
-    "context parallelism": """context-parallel-size cp-comm-type hierarchical-context-parallel-sizes
-        ds-sequence-parallel-size ds-sequence-parallel-fpdt ds-sequence-parallel-fpdt-chunk-size
-        ds-sequence-parallel-fpdt-offloading""",
-    "cutting gradients and parameters over the data ranks": """use-megatron-fsdp use-torch-fsdp2 fsdp-double-buffer
-        data-parallel-sharding-strategy init-model-with-meta-device use-nccl-ub fsdp-manual-registration
-        megatron-fsdp-grad-comm-dtype megatron-fsdp-main-grads-dtype remote-device""",
-    "another order of ranks": "use-tp-pp-dp-mapping num-distributed-optimizer-instances",
-    "MegaBlocks' own spellings (see --num-experts, --moe-router-topk)": """moe-num-experts moe-top-k moe-capacity-factor
-        moe-loss-weight moe-expert-model-parallelism""",
-    "random routing for benchmarks": "moe-router-force-load-balancing",
-    "Megatron's old Switch layers": "num-experts-switch",
-    "other attention": """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim
-        rotary-scaling-factor mscale mscale-all-dim rope-type softmax-type window-size window-attn-skip-freq""",
-    "other feed-forward layers": "quick-geglu glu-linear-offset activation-func-clamp-value",
-    "multi-token prediction": "mtp-num-layers mtp-loss-scaling-factor",
-    "another initialisation": "init-method-xavier-uniform",
-    "an optimizer on the host": "cpu-optimizer",
-    "keeping activations on the host, or recomputing other parts": "checkpoint-in-cpu recompute-modules",
-    "other orders of samples": """dataloader-type data-efficiency-curriculum-learning random-ltd
-        train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
-        train-shuffle-idx-path aml-data-download-path""",
-    "tiktoken": "tiktoken-pattern",
-    "leaving on a signal": "exit-signal-handler",
-    "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
-    "profiling": "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
-    "another interval for TensorBoard": "tensorboard-log-interval",
-}
-
-# Fields that say something only of the loss scale, which is 1 without --fp16.
-LOSS_SCALE_FIELDS = (
-    "loss_scaler", "loss_scale", "initial_loss_scale", "initial_scale_power", "min_loss_scale", "loss_scale_window",
-    "hysteresis", "consecutive_hysteresis", "loss_scale_floor",
-)  # fmt: skip
-
-# Fields that say something only where there is a teacher.
-TEACHER_FIELDS = (
-    "load_teacher", "num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher", "num_experts_teacher",
-    "kd_alpha_ce", "kd_beta_ce", "kd_temp", "kd_stop_iteration", "kd_stop_tokens",
-)  # fmt: skip
-
-# Values with which a flag of REFUSED asks for nothing.
-HARMLESS = {
-    "context-parallel-size": ("1",),
-    "ds-sequence-parallel-size": ("1",),
-    "num-distributed-optimizer-instances": ("1",),
-    "rope-type": ("rope",),
-    "softmax-type": ("vanilla",),
-    "recompute-modules": ("core_attn",),
-    "dataloader-type": ("single",),
-    "remote-device": ("none",),
-    "tensorboard-log-interval": ("1",),
-}
-
-
-def flags_of(table: dict[str, str]) -> dict[str, tuple[str, str]]:
-    """Flag -> (reason, "" or "=" or "*") of a table written by reasons."""
-    found = {}
-    for reason, words in table.items():
-        for word in words.split():
-            name = word.rstrip("=*")
-            found[name] = (reason, word[len(name) :])
-    return found
-
-
-ACCEPTED_FLAGS = flags_of(ACCEPTED)
-REFUSED_FLAGS = flags_of(REFUSED)
 
 
 class UsageError(ValueError):
@@ -205,14 +72,19 @@ class Given:
 
 @dataclass
 class Reading:
-    """What the flags read so far say: field -> value, and the flag that said so."""
+    """What the flags of one source say: field -> value, and the flag that said so."""
 
+    given: list[Given] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
     weak: dict[str, Any] = field(default_factory=dict)
-    accepted: dict[str, list[str]] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
+    accepted: dict[str, str] = field(default_factory=dict)      # as typed -> reason
+    refused: dict[str, tuple[str, str]] = field(default_factory=dict)      # name -> as typed, reason
     unknown: list[str] = field(default_factory=list)
+
+    @property
+    def names(self) -> list[str]:
+        return [flag.name for flag in self.given]
 
     def set(self, name: str, value: Any, source: str) -> None:
         """The last of several equal flags counts; two different flags must agree."""
@@ -220,6 +92,18 @@ class Reading:
         if before not in (None, source) and self.values[name] != value:
             raise UsageError(f"{before} and {source} contradict each other about {flag_name(name)}")
         self.values[name], self.sources[name] = value, source
+
+    def last(self, name: str) -> Given | None:
+        """The flag of the command line itself, as it was given last."""
+        return next((flag for flag in reversed(self.given) if flag.name == name), None)
+
+    def over(self, other: Reading) -> Reading:
+        """What both say; where they differ, this one."""
+        kept = {name: told for name, told in other.refused.items() if name not in self.names}
+        return Reading(
+            other.given + self.given, self.values, other.sources | self.sources,
+            other.weak | other.values | self.weak, other.accepted | self.accepted, kept | self.refused, self.unknown,
+        )
 
 
 def parse(
@@ -236,17 +120,21 @@ def parse(
     if any(flag.name == "help" for flag in given):
         print(help_text())
         raise SystemExit(0)
-    reading = Reading()
-    for flag in given:
-        read_flag(flag, settings, reading)
+    reading = read(given, settings)
+    if (file := reading.last("config")) is not None:
+        reading = reading.over(read_file(file.one_word(), settings))
     if reading.unknown:
         raise UsageError("; ".join(reading.unknown))
-    if reading.refused:
-        raise UsageError("; ".join(reading.refused))
+    if refused := refusals(reading):
+        raise UsageError("; ".join(refused))
     values = reading.weak | reading.values
     if values.get("use_checkpoint_args"):
         values = {**shape(values), **values}
-    check_combinations(values, [flag.name for flag in given])
+    told = []
+    if base is None:
+        silent, told = family_defaults(reading, values)
+        values = silent | values
+    check_combinations(values, reading.names)
     if base is None:
         require(values, settings)
     sections = {}
@@ -255,9 +143,61 @@ def parse(
             start = vars(vars(base)[section]) if base is not None else {}
             own = {name: values[name] for name in values if settings[name].section == section}
             sections[section] = kind(**(start | own))
-        return Config(**sections), notices(reading)
+        return Config(**sections), [*told, *notices(reading, values)]
     except ValueError as wrong:
-        raise UsageError(in_typed_words(str(wrong), reading.sources)) from wrong
+        raise UsageError(as_typed(str(wrong), reading.names)) from wrong
+
+
+def read(given: list[Given], settings: dict[str, Setting]) -> Reading:
+    """What these flags say."""
+    reading = Reading(given)
+    for flag in given:
+        read_flag(flag, settings, reading)
+    return reading
+
+
+def read_file(path: str, settings: dict[str, Setting]) -> Reading:
+    """What a file of --config says: null is a field without value, false a switch that is off. UsageError names it."""
+    try:
+        given, silent = [], {}
+        for name, value in read_settings(path, SECTIONS).items():
+            setting = settings.get(name.replace("-", "_"))
+            if setting is not None and (value is None or value == [] or (value is False and setting.kind is bool)):
+                if value is None and not setting.optional:
+                    raise ValueError(f"{name} must have a value")
+                silent[setting.name] = () if setting.many else value
+                continue
+            switch = value is None or isinstance(value, bool)
+            words = value if isinstance(value, list) else [] if switch else [value]
+            if value or not switch or name.replace("_", "-") not in {*ACCEPTED_FLAGS, *REFUSED_FLAGS, *SETS}:
+                given.append(Given(f"--{name}", [str(word) for word in words]))
+        reading = read(given, settings)
+        if unknown := [f"unknown flag --{name}" for name in ("config", "help") if name in reading.names]:
+            raise ValueError("; ".join(unknown))
+        if reading.unknown:
+            raise ValueError("; ".join(reading.unknown))
+    except (ValueError, OSError) as wrong:
+        raise UsageError(f"--config {path}: {wrong}") from wrong
+    reading.values |= silent
+    told = {name: source for name, source in reading.sources.items() if reading.values[name] != settings[name].default}
+    return replace(reading, sources=told)
+
+
+def family_defaults(reading: Reading, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What the family's silence sets, and the line that says whose family it is."""
+    asked = reading.last("defaults")
+    if asked is not None:
+        family, why = asked.one_word().casefold().replace("_", "-"), "asked for by --defaults"
+        if family not in NAMES:
+            raise UsageError(f"--defaults {asked.one_word()}: must be one of {', '.join(NAMES)}")
+    else:
+        family, own = guess(reading.names)
+        if not own:
+            return {}, []
+        why = f"guessed from {', '.join(f'--{name}' for name in own)}; --defaults says another"
+    found = defaults(family, values)
+    shown = [flag_name(name) if value is True else f"{flag_name(name)} {value}" for name, value in found.items()]
+    return found, [f"defaults of {NAMES[family]} ({why}): {', '.join(shown) or 'they are those of megazero here'}"]
 
 
 def split_words(argv: Sequence[str]) -> list[Given]:
@@ -295,14 +235,10 @@ def read_flag(flag: Given, settings: dict[str, Setting], reading: Reading) -> No
             flag.no_word()
         elif arity == "=":
             flag.one_word()
-        reading.accepted.setdefault(reason, []).append(flag.typed)
+        reading.accepted[flag.typed] = reason
     elif name in REFUSED_FLAGS:
-        if " ".join(flag.words) in HARMLESS.get(name, ()):
-            reading.accepted.setdefault("this value asks for nothing", []).append(flag.typed)
-        else:
-            shown = " ".join([flag.typed, *flag.words])
-            reading.refused.append(f"{shown}: not available yet: {REFUSED_FLAGS[name][0]}")
-    elif name not in SETS:
+        read_refused(flag, reading)
+    elif name not in SETS and name not in READING:
         near = difflib.get_close_matches(name, all_names(settings), n=1)
         reading.unknown.append(f"unknown flag {flag.typed}" + (f"; did you mean --{near[0]}?" if near else ""))
     if name in SETS:
@@ -314,15 +250,49 @@ def read_flag(flag: Given, settings: dict[str, Setting], reading: Reading) -> No
         reading.weak |= weak
 
 
+def read_refused(flag: Given, reading: Reading) -> None:
+    """A flag of REFUSED: what its value sets, that it asks for nothing, or what is missing."""
+    name, word = flag.name, " ".join(flag.words)
+    known = VALUES.get(name, {})
+    if is_number(word) and float(word).is_integer():
+        word = str(int(float(word)))
+    reading.refused.pop(name, None)
+    if word.casefold() not in known:
+        reading.refused[name] = " ".join([flag.typed, *flag.words]), REFUSED_FLAGS[name][0]
+    for target, value in known.get(word.casefold(), {}).items():
+        reading.set(target, value, f"--{name}")
+    if known.get(word.casefold()) == {}:
+        reading.accepted[flag.typed] = "this value asks for nothing"
+
+
+def refusals(reading: Reading) -> list[str]:
+    """A line of each capability that is missing, with the flags that ask for it. What says something only beside a flag
+    that is not given becomes accepted."""
+    reasons: dict[str, list[str]] = {}
+    names = set(reading.names)
+    for name, (shown, reason) in reading.refused.items():
+        leader = LEADERS.get(name, name)
+        if leader not in names:
+            reading.accepted[shown.split()[0]] = f"it says nothing without --{leader}"
+        elif ANSWERED.get(name) in names:
+            reading.accepted[shown.split()[0]] = f"--{ANSWERED[name]} says what it asks for"
+        else:
+            reasons.setdefault(reason, []).append(shown)
+    return [f"{', '.join(shown)}: not available yet: {reason}" for reason, shown in reasons.items()]
+
+
 def field_value(flag: Given, setting: Setting) -> Any:
     """The value of a field from the words after its flag."""
     if setting.kind is bool:
         flag.no_word()
         return True
     if setting.many:
-        if not flag.words:
+        words = flag.words if setting.kind is str else re.split(r"[,\s]+", " ".join(flag.words).strip(" ,'\""))
+        if not flag.words or words == [""]:
             raise UsageError(f"{flag.typed} takes values, but got none")
-        return tuple(one_value(flag, word, setting) for word in flag.words)
+        return tuple(one_value(flag, word, setting) for word in words)
+    if setting.name == "split" and flag.words:
+        return " ".join(flag.words).strip(" '\"")
     return one_value(flag, flag.one_word(), setting)
 
 
@@ -338,11 +308,11 @@ def one_value(flag: Given, word: str, setting: Setting) -> Any:
         whole = re.fullmatch(r"[-+]?\d+", word)
         value = int(word) if whole and setting.kind is int else setting.kind(float(word))
     else:
-        value = word.strip(" '\"") if setting.name == "split" else word
+        value = word
     try:
         setting.check((value,) if setting.many else value)
     except ValueError as wrong:
-        raise UsageError(in_typed_words(str(wrong), {setting.name: f"--{flag.name}"})) from wrong
+        raise UsageError(as_typed(str(wrong), [flag.name])) from wrong
     return value
 
 
@@ -387,31 +357,41 @@ def require(values: dict[str, Any], settings: dict[str, Setting]) -> None:
         raise UsageError(f"missing: {', '.join(missing)}")
 
 
-def notices(reading: Reading) -> list[str]:
+def notices(reading: Reading, values: Mapping[str, Any]) -> list[str]:
     """One line about all flags that were accepted and change nothing."""
-    words = [f"{', '.join(dict.fromkeys(flags))} ({reason})" for reason, flags in reading.accepted.items()]
-    scaling = [reading.sources[name] for name in LOSS_SCALE_FIELDS if name in reading.values]
-    if scaling and not reading.values.get("fp16"):
-        words.append(f"{', '.join(scaling)} (the loss is scaled only with --fp16)")
-    teaching = [reading.sources[name] for name in TEACHER_FIELDS if name in reading.values]
-    if teaching and not (reading.values.get("mos") or reading.values.get("kd")):
-        words.append(f"{', '.join(teaching)} (there is no teacher without --mos or --kd)")
-    values, settings = reading.values, all_settings().values()
-    routing = [
-        reading.sources[s.name] for s in settings
-        if s.section == "moe" and s.name != "num_experts" and s.name in values
-    ]
-    if routing and max(values.get("num_experts", ()), default=1) <= 1:
-        words.append(f"{', '.join(dict.fromkeys(routing))} (no layer has experts without --num-experts above 1)")
+    reasons: dict[str, list[str]] = {}
+    for typed, reason in reading.accepted.items():
+        reasons.setdefault(reason, []).append(typed)
+    if not values.get("fp16"):
+        reasons["the loss is scaled only with --fp16"] = said(reading, LOSS_SCALE_FIELDS)
+    if not (values.get("mos") or values.get("kd")):
+        reasons["there is no teacher without --mos or --kd"] = said(reading, TEACHER_FIELDS)
+    if max(values.get("num_experts", ()), default=1) <= 1:
+        routing = [s.name for s in section_settings("moe", SECTIONS["moe"]) if s.name != "num_experts"]
+        reasons["no layer has experts without --num-experts above 1"] = said(reading, routing)
+    words = [f"{', '.join(flags)} ({reason})" for reason, flags in reasons.items() if flags]
     return [f"accepted without effect: {'; '.join(words)}"] if words else []
 
 
-def in_typed_words(message: str, sources: dict[str, str]) -> str:
-    """The message with the names of RENAMED, where the user typed those, in place of the fields' own."""
-    for name, typed in sources.items():
-        if typed[2:] in RENAMED:
-            message = re.sub(rf"{flag_name(name)}(?![\w-])", typed, message)
+def said(reading: Reading, fields: Iterable[str]) -> list[str]:
+    """The flags that gave these fields a value."""
+    return list(dict.fromkeys(reading.sources[name] for name in fields if name in reading.sources))
+
+
+def as_typed(message: str, names: Iterable[str]) -> str:
+    """The message with the flags of RENAMED that are among `names` in place of the fields' own."""
+    for name in dict.fromkeys(names):
+        if name in RENAMED:
+            message = re.sub(rf"{flag_name(RENAMED[name])}(?![\w-])", f"--{name}", message)
     return message
+
+
+def in_words_of(argv: Sequence[str], message: str) -> str:
+    """The message with the flags that were typed in place of the fields' own names."""
+    try:
+        return as_typed(message, [flag.name for flag in split_words(argv)])
+    except UsageError:      # this is what the message is about
+        return message
 
 
 def all_settings() -> dict[str, Setting]:
@@ -422,13 +402,16 @@ def all_settings() -> dict[str, Setting]:
 def all_names(settings: dict[str, Setting]) -> list[str]:
     """Every known flag without its dashes, honoured ones first."""
     own = [name.replace("_", "-") for name in settings]
-    return [*own, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS]
+    return [*own, *READING, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS]
 
 
 def help_text() -> str:
     """Every flag by section, and what is accepted, another spelling, or not available yet."""
     told = textwrap.TextWrapper(120, initial_indent=" " * 8, subsequent_indent=" " * 8, break_on_hyphens=False)
     lines = ["Flags, with _ for - as you like, and = or a space before a value. A switch FLAG has its --no-FLAG."]
+    lines += ["", "reading: what is read, and how"]
+    for name, text in READING.items():
+        lines += [f"  --{name}", told.fill(text)]
     for section, kind in SECTIONS.items():
         lines += ["", f"{section}: {kind.__doc__}"]
         for setting in section_settings(section, kind):

@@ -6,6 +6,7 @@ construction, the command line (flags.py) and the way back from JSON.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import types
@@ -65,7 +66,8 @@ class Setting:
                     raise ValueError(f"{name} {item}: must be {words} {bound}")
 
 
-def section_settings(section: str, kind: type) -> list[Setting]:
+@functools.cache
+def section_settings(section: str, kind: type) -> tuple[Setting, ...]:
     """The fields of one section, in order, with their types resolved."""
     hints, found = get_type_hints(kind), []
     for f in fields(kind):
@@ -81,7 +83,7 @@ def section_settings(section: str, kind: type) -> list[Setting]:
         found.append(
             Setting(section, f.name, value_kind, choices, optional, many, f.default, f.metadata["help"], bounds)
         )
-    return found
+    return tuple(found)
 
 
 def check_fields(section: Any) -> None:

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import operator
+import shlex
 import time
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from megazero.config import SECTIONS, Config
+from megazero import flag_file, flag_tables
+from megazero.config import SECTIONS, Config, OptimizerConfig
 from megazero.config_data import read_blend
 from megazero.config_schedule import PARAMETERS
-from megazero.flags import (
-    ACCEPTED_FLAGS,
-    HARMLESS,
-    REFUSED_FLAGS,
-    RENAMED,
-    SETS,
-    UsageError,
-    all_settings,
-    help_text,
-    parse,
-)
+from megazero.flag_families import EVIDENCE
+from megazero.flag_tables import ACCEPTED_FLAGS, ANSWERED, BESIDE, LEADERS, REFUSED_FLAGS, RENAMED, SETS
+from megazero.flags import READING, UsageError, all_settings, help_text, in_words_of, parse
 
 SHAPE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 97"
 BASE = f"{SHAPE} --micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data"
@@ -66,7 +63,9 @@ def test_no_flag_has_two_kinds():
     own = [setting.replace("_", "-") for setting in all_settings()]
     for name in {*own, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS}:
         assert len(kinds_of(name)) == 1, name
-    assert set(HARMLESS) <= set(REFUSED_FLAGS)
+    assert {*flag_tables.VALUES, *ANSWERED, *BESIDE, *LEADERS} <= set(REFUSED_FLAGS)
+    known = {*own, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS}
+    assert set(" ".join(EVIDENCE.values()).split()) <= known and not known & set(READING)
 
 
 def test_a_plain_command_line_is_the_defaults():
@@ -165,6 +164,18 @@ def test_every_field_is_honoured(setting):
         ("--topk 1", "moe", {"moe_router_topk": 1, "moe_family": "megatron-deepspeed"}),
         ("--topk 2 --moe-family megatron-lm", "moe", {"moe_router_topk": 2, "moe_family": "megatron-lm"}),
         ("--moe-loss-coeff 0.5", "moe", {"moe_aux_loss_coeff": (0.5,), "moe_family": "megatron-deepspeed"}),
+        (
+            "--moe-num-experts 4 --moe-top-k 1 --moe-loss-weight 0.5 --moe-capacity-factor 2",
+            "moe",
+            {"num_experts": (4,), "moe_router_topk": 1, "moe_aux_loss_coeff": (0.5,), "moe_expert_capacity_factor": 2.0,
+             "moe_family": "megatron-lm", "moe_router_pre_softmax": True},
+        ),
+        ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "optimizer", {"zero_stage": 2}),
+        ("--data-parallel-sharding-strategy no_shard", "optimizer", {"zero_stage": 0}),
+        ("--bf16 --megatron-fsdp-grad-comm-dtype bf16", "precision", {"grad_reduce_in_bf16": True}),
+        ("--num-experts '4 4' --expert-interval 2", "moe", {"num_experts": (4, 4)}),
+        ("--num-experts 4,4 --expert-interval 2", "moe", {"num_experts": (4, 4)}),
+        ("--split 90, 9, 1", "data", {"split": "90, 9, 1", "split_weights": (90.0, 9.0, 1.0)}),
         ("--lr_schedule LRRangeTest", "deepspeed_schedule", {"lr_scheduler": "LRRangeTest"}),
         ("--override-opt_param-scheduler", "schedule", {"override_opt_param_scheduler": True}),
         ("--use-checkpoint-opt_param-scheduler", "schedule", {"use_checkpoint_opt_param_scheduler": True}),
@@ -197,8 +208,8 @@ def test_every_field_is_honoured(setting):
     ],
 )
 def test_an_alias_sets_its_fields(words, section, expected):
-    values = vars(vars(parsed(words))[section])
-    assert {name: values[name] for name in expected} == expected
+    config = vars(parse([*BASE.split(), *shlex.split(words)])[0])[section]
+    assert {name: operator.attrgetter(name)(config) for name in expected} == expected
 
 
 def test_every_alias_is_tested_above():
@@ -268,11 +279,12 @@ def test_accepted_flags_are_told_once_with_their_reasons():
         f"{BASE} --use-mcore-models --sequence-parallel --DDP-impl local --data-impl mmap --hysteresis 2 "
         "--local_rank=3 --context-parallel-size 1 --num-experts 1 --sequence-parallel".split()
     )
-    assert len(notices) == 1
-    assert "--use-mcore-models, --DDP-impl, --data-impl (there is one implementation of each part)" in notices[0]
-    assert "--sequence-parallel (the sequence is always cut over the tensor ranks between layers)" in notices[0]
-    assert "--context-parallel-size (this value asks for nothing)" in notices[0]
-    assert notices[0].count("--sequence-parallel") == 1
+    family, told = notices
+    assert "--use-mcore-models, --DDP-impl, --data-impl (there is one implementation of each part)" in told
+    assert "--sequence-parallel (the sequence is always cut over the tensor ranks between layers)" in told
+    assert "--context-parallel-size (this value asks for nothing)" in told
+    assert told.count("--sequence-parallel") == 1
+    assert family.startswith("defaults of Megatron-LM (guessed from --use-mcore-models; --defaults says another)")
 
 
 def test_flags_about_experts_are_told_where_there_are_none():
@@ -287,15 +299,21 @@ def test_flags_about_experts_are_told_where_there_are_none():
 @pytest.mark.parametrize("name", list(ACCEPTED_FLAGS))
 def test_an_accepted_flag_changes_nothing(name):
     arity = ACCEPTED_FLAGS[name][1]
-    config, notices = parse([*BASE.split(), f"--{name}", *({"": [], "=": ["1"]}[arity])])
+    words = [f"--{name}", *({"": [], "=": ["1"], "*": ["1", "2"]}[arity])]
+    config, notices = parse([*BASE.split(), *words, "--defaults", "megazero"])
     assert config == parse(BASE.split())[0]
-    assert f"--{name}" in notices[0]
+    assert notices[0].startswith("defaults of megazero (asked for by --defaults)")
+    assert f"--{name}" in notices[1]
 
 
 @pytest.mark.parametrize("name", list(REFUSED_FLAGS))
 def test_a_refused_flag_names_what_is_missing(name):
-    message = fault(f"{BASE} --{name} 7 8")
-    assert message == f"--{name} 7 8: not available yet: {REFUSED_FLAGS[name][0]}"
+    if name not in LEADERS:
+        assert fault(f"{BASE} --{name} 7 8") == f"--{name} 7 8: not available yet: {REFUSED_FLAGS[name][0]}"
+        return
+    _, notices = parse(f"{BASE} --{name} 7 8".split())
+    assert notices == [f"accepted without effect: --{name} (it says nothing without --{LEADERS[name]})"]
+    assert f"--{name} 7 8" in fault(f"{BASE} --{LEADERS[name]} 7 --{name} 7 8")
 
 
 def test_all_refusals_come_at_once():
@@ -428,13 +446,124 @@ def test_c053_the_command_line_counts_more_than_a_base_and_a_base_more_than_a_de
         parse("--hidden-size 30".split(), base)
 
 
+def test_defaults_are_those_of_the_family_that_the_flags_tell_of():
+    """What differs by silence: evaluation, scores scaled by layers, whose experts, and the GELU without bias."""
+    def differing(words: str) -> tuple:
+        c = parsed(words)
+        return c.batch.eval_interval, c.model.apply_query_key_layer_scaling, c.moe.family, c.model.activation
+
+    theirs = (1000, True, "megatron-deepspeed", "gelu_tanh")
+    assert differing("") == (None, False, "megatron-lm", "gelu_tanh")
+    assert differing("--no-pipeline-parallel") == differing("--defaults megatron-deepspeed") == theirs
+    assert differing("--use-mcore-models --disable-bias-linear") == (None, False, "megatron-lm", "gelu")
+    assert differing("--no-pipeline-parallel --defaults megazero") == differing("")
+    assert differing("--no-pipeline-parallel --use-mcore-models") == differing("")
+    own = "--no-query-key-layer-scaling --eval-interval 7 --moe-family megatron-lm --swiglu"
+    assert differing(f"{own} --no-pipeline-parallel") == (7, False, "megatron-lm", "swiglu")
+    assert not parsed("--use-flash-attn-v2").model.apply_query_key_layer_scaling    # has none, there as here
+    assert parse([], parsed("--defaults=megatron"))[0].batch.eval_interval is None
+    assert fault(f"{BASE} --defaults neox").startswith("--defaults neox: must be one of megatron, megatron-deepspeed")
+    (said,) = parse(f"{BASE} --num-key-value-heads 2 --eval-interval 5".split())[1]
+    assert said == (
+        "defaults of Megatron-DeepSpeed (guessed from --num-key-value-heads; --defaults says another): "
+        "--apply-query-key-layer-scaling, --moe-family megatron-deepspeed"
+    )
+
+
+SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+
+
+def test_a_value_decides_whether_a_flag_is_refused():
+    for words in (f"{SHARDED} optim", "--tensorboard-log-interval 1.0", "--fp8-margin 3", "--rope-type ROPE"):
+        parsed(words)
+    missing = "not available yet: cutting parameters over the data ranks"
+    assert fault(f"{BASE} --use-megatron-fsdp") == f"--use-megatron-fsdp: {missing}"
+    assert fault(f"{BASE} {SHARDED} optim_grads_params").endswith(f"optim_grads_params: {missing}")
+    assert fault(f"{BASE} {SHARDED} optim --zero-stage 0") == (
+        "--data-parallel-sharding-strategy and --zero-stage contradict each other about --zero-stage"
+    )
+    assert fault(f"{BASE} --fp8-format hybrid --fp8-margin 3") == (
+        "--fp8-format hybrid, --fp8-margin 3: not available yet: fp8 and fp4"
+    )
+    assert parsed("--context-parallel-size 2 --context-parallel-size 1").model.bias is not None   # the last one counts
+
+
+def test_a_file_gives_settings_and_the_command_line_counts_more(tmp_path):
+    def read(name: str, text: str, words: str = "") -> Config:
+        (tmp_path / name).write_text(text)
+        return parse(f"--config {tmp_path / name} {words}".split())[0]
+
+    flat = {"num-layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq-length": 16, "vocab_size": 97,
+            "lr": 1e-3, "micro-batch-size": 2, "train_iters": "1e1", "mock-data": True, "bf16": False,
+            "use-mcore-models": True,
+            "num-experts": [4], "eval_interval": None}
+    told = read("flat.json", json.dumps(flat))
+    assert told == parse(f"{BASE} --num-experts 4".split())[0]
+    lines = [*(f"{name}: {json.dumps(value)}" for name, value in flat.items()), "# yes", "clip-grad: 1e-3", ""]
+    assert read("flat.yaml", "\n".join(lines)) == replace(told, optimizer=OptimizerConfig(clip_grad=1e-3))
+    assert read("flat.json", json.dumps(flat), "--num-layers 6 --fp64").model.num_layers == 6
+    spoken = read("swiglu.json", json.dumps(flat | {"swiglu": True}), "--activation gelu")
+    assert spoken.model.activation == "gelu"
+
+
+def test_what_is_printed_is_read_back_as_it_was(tmp_path):
+    """--print-config and --config are inverse, whatever family's defaults made the first."""
+    file = tmp_path / "printed.json"
+    for words in ("", "--no-pipeline-parallel --swiglu --num-experts 4 --topk 1", "--fp16 --loss-scale 8"):
+        config = parsed(words)
+        file.write_text(config.to_json())
+        again, notices = parse(["--config", str(file)])
+        assert again == config and notices == []
+        assert parse(f"--config {file} --defaults megatron-deepspeed".split())[0] == config
+        recomputed = parse(f"--config {file} --checkpoint-activations --lr 0.5".split())[0]
+        assert recomputed.recompute.recompute_method == "uniform" and recomputed.schedule.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.json", '{"num_layers": 4,}', "no JSON: Expecting property name enclosed in double quotes in line 1, c"),
+        ("a.json", "[4]", "the file must be a mapping of flags to values"),
+        ("a.json", '{"model": 4}', "model must be a mapping of flags to values"),
+        ("a.json", '{"num_layers": {"a": 4}}', "num_layers: must be a value or a list of values"),
+        ("a.json", '{"num-layer": 4}', "unknown flag --num-layer; did you mean --num-layers?"),
+        ("a.json", '{"num-layer": null}', "unknown flag --num-layer; did you mean --num-layers?"),
+        ("a.json", '{"config": "b.json"}', "unknown flag --config"),
+        ("a.json", '{"num_layers": "four"}', "--num_layers four: must be a whole number"),
+        ("a.json", '{"num_layers": null}', "num_layers must have a value"),
+        ("a.json", '{"bf16": "yes"}', "--bf16 is a switch and takes no value, but got yes"),
+        ("a.json", '{"model": {"lr": 1}, "lr": 2}', "lr stands there twice"),
+        ("a.yaml", "num-layers: [4", "no YAML: while parsing a flow sequence"),
+        ("none.yaml", None, "[Errno 2] No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_is_one_line(tmp_path, name, text, message):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert fault(f"{BASE} --config {tmp_path / name}").startswith(f"--config {tmp_path / name}: {message}")
+
+
+def test_yaml_names_the_package_that_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(flag_file, "yaml", None)
+    (tmp_path / "a.yaml").write_text("num-layers: 4")
+    assert fault(f"{BASE} --config {tmp_path}/a.yaml").endswith("PyYAML: pip install pyyaml, or write JSON")
+
+
+def test_an_error_after_parsing_names_the_flag_that_was_typed():
+    message = "--expert-model-parallel-size 3 does not divide the 4 ranks (--expert-model-parallel-size-x)"
+    assert in_words_of("--moe-expert-parallel-size 3 --bf16".split(), message) == message.replace(
+        "--expert-model-parallel-size 3", "--moe-expert-parallel-size 3"
+    )
+    assert in_words_of("--bf16".split(), message) == in_words_of("bf16".split(), message) == message
+
+
 def test_help_shows_every_flag(capsys):
     with pytest.raises(SystemExit) as left:
         parse(["--help"])
     assert left.value.code == 0
     text = capsys.readouterr().out
     assert text.strip() == help_text().strip()
-    for name in (*all_settings(), *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS):
+    for name in (*all_settings(), *READING, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS):
         assert f"--{name.replace('_', '-')}" in text
     for section in SECTIONS:
         assert f"\n{section}: " in text

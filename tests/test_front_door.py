@@ -76,6 +76,7 @@ WRONG = [
     (5, "{small} --pipeline-model-parallel-size 5", "--num-layers 4 is below --pipeline-model-parallel-size 5"),
     # C137: the equation, and the nearest flag
     (2, "{small} --global-batch-size 7", "7 must be --micro-batch-size 2 x accumulation x data size 2"),
+    (2, "{small} --num-experts 4 --moe-expert-parallel-size 4", "--moe-expert-parallel-size 4 does not divide the 2"),
     (2, "{small} --num-layer 3", "unknown flag --num-layer; did you mean --num-layers?"),
     (2, "{data} --data-path {tmp}/none_text_document", "{tmp}/none_text_document"),
     # C016: data made with a larger vocabulary
@@ -164,7 +165,8 @@ def test_rates_are_printed_as_the_run_uses_them(capsys: pytest.CaptureFixture, t
 def test_the_configuration_is_printed_whole(capsys: pytest.CaptureFixture) -> None:
     out, _ = run(capsys, 0, "--lr 0.5 --print-config")
     config = Config.from_json(out)
-    assert config.schedule.lr == 0.5 and config.model.num_layers == 4 and config.run.print_config
+    assert config.schedule.lr == 0.5 and config.model.num_layers == 4
+    assert config == pretrain_gpt.parse(f"{SMALL} --lr 0.5".split())[0]      # what would run, and may be read back
     assert make_schedule(config.schedule, config.batch, 8).at(Done()) == Rates(0.5, 0.1)
 
 
