@@ -45,15 +45,20 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
 
 class Pending:
     """A collective under way; `wait` returns its `result`, which before is only memory. Holds the tensors that it
-    reads until then."""
+    reads until then; `finish` is what is left to do once all has arrived."""
 
-    def __init__(self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None) -> None:
-        self.result, self._works, self._source = result, works, source
+    def __init__(
+        self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        self.result, self._works, self._source, self._finish = result, works, source, finish
 
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
-        self._works, self._source = (), None
+        if self._finish is not None:
+            self._finish()
+        self._works, self._source, self._finish = (), None, None
         return self.result
 
 
@@ -84,7 +89,20 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    return Pending(out, [_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)], x)
+    if x.device.type != "cpu":
+        return Pending(out, [_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)], x)
+    # gloo takes three times as long as to send each member its part: 28 ms instead of 9 for 20 MB and two processes
+    parts, others = x.chunk(group.size), [n for n in range(group.size) if n != group.index]
+    own, received = parts[group.index], [torch.empty_like(parts[group.index]) for _ in others]
+    works = [dist.irecv(part, group.ranks[n], group.handle) for n, part in zip(others, received, strict=True)]
+    works += [dist.isend(parts[n], group.ranks[n], group.handle) for n in others]
+
+    def add_up() -> None:
+        torch.add(own, received[0], out=out)
+        for part in received[1:]:
+            out.add_(part)
+
+    return Pending(out, works, x, add_up)
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Pending:
