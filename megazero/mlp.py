@@ -14,6 +14,7 @@ from .config import ModelConfig
 from .data.batch import MicroBatch
 from .kernels.bias_gelu import bias_gelu
 from .kernels.dispatch import Kernels, use_triton
+from .kernels.gelu_tanh import gelu_tanh
 from .kernels.swiglu import swiglu
 from .parallel.groups import Mesh
 from .parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,7 +28,7 @@ def squared_relu(x: Tensor) -> Tensor:
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "squared_relu": squared_relu,
     "swiglu": swiglu,
 }

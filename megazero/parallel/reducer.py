@@ -54,6 +54,8 @@ class Reducer:
 
     def gradient(self, parameter: nn.Parameter, stage: int | None = None) -> Tensor:
         """Where the gradient of a parameter is added up, by a stage (None: by any)."""
+        if not self.every and not self._beside:
+            return parameter.grad                           # always the view of its bucket
         bucket, number = self._place[parameter]
         beside = self._beside.get(self._number[id(bucket)])
         if beside is not None and stage is not None and stage != bucket.homes[0]:
