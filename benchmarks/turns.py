@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 WAIT_SECONDS = 600      # for a process to be built or to take its turn
+REST_SECONDS = 0.05     # between turns: the threads of the last one spin for a while before they sleep
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ def take_turns(
         for turn in range(rounds):
             first = turn % len(names)
             for name in (*names[first:], *names[:first]):
+                time.sleep(REST_SECONDS)
                 for line in lines[name]:
                     line.send(True)
                 seconds, worked = zip(*(_hear(line, name) for line in lines[name]), strict=True)
@@ -120,7 +122,8 @@ def _serve(
             dist.barrier()
         start, worked = time.perf_counter(), time.process_time()
         contender.step()
-        line.send((time.perf_counter() - start, time.process_time() - worked))
+        took = (time.perf_counter() - start, time.process_time() - worked)
         gc.collect()
+        line.send(took)
     if ranks > 1:
         dist.destroy_process_group()
