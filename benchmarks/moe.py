@@ -3,7 +3,8 @@
 All contenders have the same weights, see the same tokens, and drop none. Each has processes of its own, as its users
 start it (ours keep freed memory, as pretrain_gpt.py does); they take turns, and medians of the ratios within a round
 are compared, so that a machine with other work is fair to all. At degree 2 two processes share the tokens, and ours the
-experts too; the peers hold them all twice and exchange nothing.
+experts too; the peers hold them all twice and sum their gradients as torch's DDP does, for what the gradients are after
+a backward must be the same (but for the few numbers of the router).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
@@ -162,6 +164,8 @@ def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
         run = our_run(our_layer(args, args.choices, args.processes))
     else:
         layer = peer(name, args)
+        if args.processes > 1:
+            layer = DistributedDataParallel(layer, gradient_as_bucket_view=True)
 
         def run(x: Tensor) -> tuple[Tensor, ...]:
             return (layer(x),)

@@ -16,27 +16,34 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .cached import cached_elements, keeps_slope
+
 A = 2 * math.sqrt(2 / math.pi)
 B = 0.044715 * A
-BLOCK = 1 << 16             # elements a thread: five such blocks in fp32 fit a cache of two MiB
+
+
+def value_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """y and dy/dx, in x's shape."""
+    x = x.contiguous()
+    y, slope = torch.empty_like(x), torch.empty_like(x)
+    a, one = x.new_tensor(A), x.new_ones(())
+    block = cached_elements()
+    square, share = x.new_empty(2, min(block, x.numel())).unbind()
+    for x_part, y_part, slope_part in zip(*(z.view(-1).split(block) for z in (x, y, slope)), strict=True):
+        count = x_part.numel()
+        t, s = square[:count], share[:count]
+        torch.mul(x_part, x_part, out=t)
+        torch.add(a, t, alpha=B, out=s).mul_(x_part).sigmoid_()
+        torch.mul(x_part, s, out=y_part)
+        torch.add(a, t, alpha=3 * B, out=t).mul_(y_part)
+        torch.lerp(t, one, s, out=slope_part)           # r + s (1 - r), from the nearer end
+    return y, slope
 
 
 class _GeluTanh(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.contiguous()
-        y, slope = torch.empty_like(x), torch.empty_like(x)
-        a, one = x.new_tensor(A), x.new_ones(())
-        block = min(BLOCK * torch.get_num_threads(), x.numel())
-        square, share = x.new_empty(2, block).unbind()
-        for x_part, y_part, slope_part in zip(*(z.view(-1).split(block) for z in (x, y, slope)), strict=True):
-            count = x_part.numel()
-            t, s = square[:count], share[:count]
-            torch.mul(x_part, x_part, out=t)
-            torch.add(a, t, alpha=B, out=s).mul_(x_part).sigmoid_()
-            torch.mul(x_part, s, out=y_part)
-            torch.add(a, t, alpha=3 * B, out=t).mul_(y_part)
-            torch.lerp(t, one, s, out=slope_part)       # r + s (1 - r), from the nearer end
+        y, slope = value_and_slope(x)
         ctx.save_for_backward(slope)
         return y
 
@@ -49,7 +56,6 @@ class _GeluTanh(torch.autograd.Function):
 
 def gelu_tanh(x: Tensor) -> Tensor:
     """Of any shape. What is narrower than fp32, on a GPU, compiled or without a backward is left to torch."""
-    is_exact = x.dtype in (torch.float32, torch.float64) and not x.is_cuda
-    if is_exact and x.requires_grad and x.numel() and not torch.compiler.is_compiling():
+    if x.requires_grad and keeps_slope(x):
         return _GeluTanh.apply(x)
     return F.gelu(x, approximate="tanh")

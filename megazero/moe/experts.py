@@ -1,7 +1,7 @@
 """The experts of one layer that a rank holds: feed-forwards over rows that lie expert by expert, without padding.
 
 On a GPU each of the two layers is one grouped matrix product of all experts. On a CPU they are gone through expert by
-expert, up and down at once and in blocks of rows, so that what lies between the two stays in the cache and is not kept.
+expert, up and down at once and in blocks of rows, so that what lies between the two stays in the cache.
 An expert without rows multiplies none and its gradient is zero.
 """
 
@@ -114,25 +114,26 @@ class _BlockedExperts(torch.autograd.Function):
     ) -> Tensor:
         up, down = weights.up.flatten(1, -2), weights.down
         out = torch.empty_like(rows)
-        inners = []         # one by one: memory of this size is used again, a large piece comes anew from the system
+        kept = []           # one by one: memory of this size is used again, a large piece comes anew from the system
         for e, own in _blocks(counts):
             inner = rows.new_empty(own.stop - own.start, up.shape[1])
             _linear_(inner, rows[own], up[e], weights.up_bias, e)
-            _linear_(out[own], activation.forward(inner), down[e], weights.down_bias, e)
-            inners.append(inner)
-        ctx.save_for_backward(rows, *inners)
+            after, slope = activation.keep(inner)
+            _linear_(out[own], after, down[e], weights.down_bias, e)
+            kept += [after, slope]
+        ctx.save_for_backward(rows, *kept)
         ctx.weights, ctx.activation, ctx.counts, ctx.queue = weights, activation, counts, queue
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (rows, *inners), weights, queue = ctx.saved_tensors, ctx.weights, ctx.queue
+        (rows, *kept), weights, queue = ctx.saved_tensors, ctx.weights, ctx.queue
         grad_rows = torch.empty_like(rows)
         up, down, activation, counts = weights.up.flatten(1, -2), weights.down, ctx.activation, ctx.counts
 
         def blocks() -> Iterator[_Block]:
-            for (e, own), inner in zip(_blocks(counts), inners, strict=True):
-                inner_grad, after = activation.backward(grad[own] @ down[e], inner)
+            for (e, own), after, slope in zip(_blocks(counts), kept[::2], kept[1::2], strict=True):
+                inner_grad = activation.backward(grad[own] @ down[e], slope)
                 torch.mm(inner_grad, up[e], out=grad_rows[own])
                 yield _Block(e, own, after, inner_grad)
 

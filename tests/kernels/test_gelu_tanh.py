@@ -1,22 +1,30 @@
-"""GELU by tanh on a CPU equals torch's, forward and backward."""
+"""GELU by tanh and SwiGLU on a CPU, which keep their slopes, equal torch's, forward and backward."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.kernels import gelu_tanh as file
+from megazero.kernels import cached
 from megazero.kernels.gelu_tanh import gelu_tanh
+from megazero.kernels.swiglu import swiglu
 
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14}
 
 
+OPS = {
+    "gelu_tanh": (gelu_tanh, lambda x: F.gelu(x, approximate="tanh")),
+    "swiglu": (swiglu, lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
+}
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1,), (3, 33), (7, 5, 31)])
-def test_value_and_slope_are_those_of_torch_in_whole_and_broken_blocks(monkeypatch, dtype, shape):
-    monkeypatch.setattr(file, "BLOCK", 64)
+@pytest.mark.parametrize("shape", [(2,), (3, 66), (7, 5, 30)])
+@pytest.mark.parametrize("op", OPS)
+def test_value_and_slope_are_those_of_torch_in_whole_and_broken_blocks(monkeypatch, op, dtype, shape):
+    monkeypatch.setattr(cached, "BLOCK", 64)
     x = (8 * torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))).requires_grad_()
-    ours, theirs = gelu_tanh(x), F.gelu(x, approximate="tanh")
-    dy = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(2))
+    ours, theirs = (f(x) for f in OPS[op])
+    dy = torch.randn(theirs.shape, dtype=dtype, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
     (dx,), (expected,) = (torch.autograd.grad(y, x, dy) for y in (ours, theirs))
     torch.testing.assert_close(dx, expected, rtol=0, atol=8 * TOLERANCE[dtype])
