@@ -137,7 +137,7 @@ class Block(nn.Module):
         self.ffn_norm = norm()
         self.experts = setup.experts_of(layer)
         if self.experts > 1:
-            self.ffn = MoELayer(MoESetup(model, setup.moe, layer, self.experts, setup.dtype), mesh)
+            self.ffn = MoELayer(MoESetup(model, setup.moe, layer, self.experts, setup.dtype, setup.kernels), mesh)
         else:
             self.ffn = MLP(model, mesh, dtype=setup.dtype, kernels=setup.kernels, adds_bias=False)
 

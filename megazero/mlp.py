@@ -32,9 +32,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": squared_relu,
     "swiglu": swiglu,
 }
-
-
 GELUS = {"gelu": "none", "gelu_tanh": "tanh"}       # which have a kernel that adds the bias too -> its approximation
+
+
+def activation_of(model: ModelConfig, kernels: Kernels) -> Callable[[Tensor], Tensor]:
+    """That of the model, in the implementation that was asked for."""
+    if model.activation == "swiglu":
+        return partial(swiglu, impl=kernels.impl("swiglu"))
+    return ACTIVATIONS[model.activation]
 
 
 class MLP(nn.Module):
@@ -46,9 +51,7 @@ class MLP(nn.Module):
         adds_bias: bool = True,
     ) -> None:
         super().__init__()
-        self.activation, self.gelu = ACTIVATIONS[model.activation], GELUS.get(model.activation)
-        if model.activation == "swiglu":
-            self.activation = partial(swiglu, impl=kernels.impl("swiglu"))
+        self.activation, self.gelu = activation_of(model, kernels), GELUS.get(model.activation)
         self.gelu_impl = kernels.impl("bias_gelu")
         out, cut = ((2, model.ffn), 1) if model.gated else ((model.ffn,), 0)
         initial = Initial(model.init_method_std)

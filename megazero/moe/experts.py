@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from ..kernels.dispatch import Kernels
+from ..mlp import activation_of
 from ..parallel.groups import Mesh
 from ..parallel.params import ZEROS, Initial, declare
 from ..parallel.shard import ShardSpec
@@ -203,10 +205,12 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, model: ModelConfig, mesh: Mesh, *, experts: int, ffn: int, axis: str, dtype: torch.dtype
+        self, model: ModelConfig, mesh: Mesh, *, experts: int, ffn: int, axis: str, dtype: torch.dtype,
+        kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
-        self.activation, self.queue = TWO_WAY[model.activation], mesh.weights
+        self.queue = mesh.weights
+        self.activation = TWO_WAY[model.activation]._replace(forward=activation_of(model, kernels))
         self.adds_bias = mesh.expert_tensor.index == 0
         inner, cut = ((2, ffn), (None, "expert_tensor")) if model.gated else ((ffn,), ("expert_tensor",))
         initial = Initial(model.init_method_std)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from ..config_moe import MoEConfig
 from ..data.batch import MicroBatch
+from ..kernels.dispatch import Kernels
 from ..mlp import MLP
 from ..parallel.collectives import all_reduce, gather_whole
 from ..parallel.groups import Mesh
@@ -39,6 +40,7 @@ class MoESetup:
     layer: int
     experts: int
     dtype: torch.dtype = torch.float32
+    kernels: Kernels = Kernels()
 
     def degree(self, expert: int) -> int:
         """In how many parts its experts are dealt out, where the run's expert size is `expert`."""
@@ -105,17 +107,19 @@ class MoELayer(nn.Module):
         self.ranks = Ranks(mesh.along(axis), mesh.expert_tensor)
         self.router = Router(setup, mesh)
         self.experts = Experts(
-            model, mesh, experts=setup.experts, ffn=moe.moe_ffn_hidden_size or model.ffn, axis=axis, dtype=setup.dtype
+            model, mesh, experts=setup.experts, ffn=moe.moe_ffn_hidden_size or model.ffn, axis=axis, dtype=setup.dtype,
+            kernels=setup.kernels,
         )
+        dense = partial(MLP, mesh=mesh, dtype=setup.dtype, kernels=setup.kernels)
         gate = partial(WideLinear, hidden, mesh=mesh, std=model.init_method_std, dtype=setup.dtype)
         self.residual = self.coefficient = self.shared = self.shared_gate = None
         if moe.mlp_type == "residual":
-            self.residual, self.coefficient = MLP(model, mesh, dtype=setup.dtype), gate(2, bias=True)
+            self.residual, self.coefficient = dense(model), gate(2, bias=True)
         if moe.moe_shared_expert_intermediate_size is not None:
             width = replace(
                 model, ffn_hidden_size=moe.moe_shared_expert_intermediate_size, disable_bias_linear=True
             )
-            self.shared = MLP(width, mesh, dtype=setup.dtype)
+            self.shared = dense(width)
             self.shared_gate = gate(1, bias=False) if moe.moe_shared_expert_gate else None
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Output:

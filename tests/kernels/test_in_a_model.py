@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megazero.config import ModelConfig
+from megazero.config_moe import MoEConfig
 from megazero.data.batch import MicroBatch
 from megazero.gpt import Block, GPTSetup
 from megazero.kernels.dispatch import Kernels
@@ -11,6 +12,7 @@ from megazero.parallel.groups import open_mesh
 from megazero.parallel.params import collect, initialize
 from megazero.parallel.random import recompute
 from megazero.parallel.topology import Topology
+from megazero.pipe.output import hidden_of
 
 pytest.importorskip("triton")
 SEQ, BATCH, HIDDEN = 6, 2, 12
@@ -69,3 +71,26 @@ def test_recomputation_draws_the_same_without_keeping_it(model):
         assert torch.equal(value, plain[name]), name
     other = _values(Kernels("triton"), MODELS[model], draw=(1, 2, 4))
     assert not torch.equal(other["y"], plain["y"])
+
+
+@pytest.mark.parametrize("parts", [{"moe_shared_expert_intermediate_size": 8}, {"mlp_type": "residual"}])
+def test_the_choice_of_kernels_reaches_every_part_of_a_layer_of_experts(parts):
+    moe = MoEConfig(num_experts=(2,), moe_router_topk=2, **parts)
+
+    def output(kernels):
+        model = ModelConfig(
+            num_layers=1, hidden_size=HIDDEN, num_attention_heads=3, seq_length=SEQ, hidden_dropout=0.0,
+            init_method_std=0.5, **MODELS["llama"],
+        )
+        mesh = open_mesh(Topology())
+        block = Block(GPTSetup(model, 97, torch.float64, kernels=kernels, moe=moe, experts=(2,)), 0, mesh)
+        initialize(collect([("block", block)]), mesh.topology, 0, seed=1)
+        dense = block.ffn.residual or block.ffn.shared
+        assert {part.keywords["impl"] for part in (dense.activation, block.ffn.experts.activation.forward)} == {
+            kernels.impl("swiglu")
+        }
+        x = torch.randn(SEQ, BATCH, HIDDEN, generator=torch.Generator().manual_seed(0)).double()
+        with torch.no_grad():
+            return hidden_of(block(x, MicroBatch(torch.zeros(SEQ, BATCH, dtype=torch.long), draw=(1, 2, 3))))
+
+    torch.testing.assert_close(output(Kernels("triton")), output(Kernels("torch")), rtol=1e-9, atol=1e-9)
