@@ -26,7 +26,7 @@ FLOORS = (
      "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py",
      "megazero/loss_scale.py", "megazero/hf_config.py", "megazero/flops.py"),
     ("megazero/kernels/", "megazero/data/"),
-    ("megazero/parallel/topology.py", "megazero/parallel/weights.py"),
+    ("megazero/parallel/topology.py", "megazero/parallel/weights.py", "megazero/parallel/meeting.py"),
     ("megazero/parallel/shard.py",),
     ("megazero/parallel/groups.py", "megazero/parallel/params.py"),
     ("megazero/parallel/collectives.py",),

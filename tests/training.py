@@ -77,11 +77,12 @@ class Outcome:
 
 def train(flags: str, layout: tuple[int, int, int] = (1, 1, 1), *, look: Callable[[Trainer], Any] | None = None,
           iterations: int | None = None, timeout: float = 60, before: Callable[[Trainer], None] | None = None,
+          base: str = SMALL,
           ) -> Outcome:
-    """Run `flags` (over SMALL) in a layout (tensor, pipeline, data); `look` is called with each rank's trainer at the
+    """Run `flags` (over `base`) in a layout (tensor, pipeline, data); `look` is called with each rank's trainer at the
     end, `before` at the start. `iterations` stops early, as if interrupted."""
     tensor, pipeline, data = layout
-    argv = f"{SMALL} {flags} --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
+    argv = f"{base} {flags} --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
     results = on_ranks(
         math.prod(layout), functools.partial(train_rank, argv, math.prod(layout), look, iterations, before),
         timeout=timeout,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .meeting import agree_on_meeting
 from .topology import Topology
 from .weights import WeightQueue
 
@@ -103,8 +104,15 @@ def connect(world: World, device: torch.device, backend: str, *, timeout_minutes
     """Meet the other processes. Does nothing in a world of one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if world.size > 1 and not dist.is_initialized():
-        dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    if world.size == 1 or dist.is_initialized():
+        return
+    limit = timedelta(minutes=timeout_minutes)
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        while isinstance(store, dist.PrefixStore):          # of the restarts that this host has counted
+            store = store.underlying_store
+        store = dist.PrefixStore(agree_on_meeting(store, rank, size, limit), store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
 
 
 def disconnect() -> None:
