@@ -48,7 +48,7 @@ from megazero.kernels.squared_norm import squared_norm, squared_norm_reference  
 from megazero.kernels.swiglu import swiglu, swiglu_reference  # noqa: E402
 from megazero.machine import Setup, assemble  # noqa: E402
 from megazero.parallel.groups import Group, open_mesh  # noqa: E402
-from megazero.parallel.loss import vocab_parallel_cross_entropy  # noqa: E402
+from megazero.parallel.loss import Vocabulary, vocab_parallel_cross_entropy  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
 from megazero.precision import Dtypes  # noqa: E402
@@ -106,9 +106,8 @@ def _loss(impl: str, x: Tensor) -> Tensor:
     labels = torch.arange(len(x), device=x.device) * 7 % x.shape[1]
     if impl == "reference":
         return F.cross_entropy(x.float(), labels, reduction="none")
-    return vocab_parallel_cross_entropy(
-        x.unsqueeze(1), labels.unsqueeze(1), vocab=x.shape[1], smoothing=0.0, group=Group("tensor"), impl=impl
-    ).squeeze(1)
+    vocabulary = Vocabulary(x.shape[1], Group("tensor"), impl=impl)
+    return vocab_parallel_cross_entropy(x.unsqueeze(1), labels.unsqueeze(1), vocabulary).squeeze(1)
 
 
 def _step(impl: str, tensors: list[Tensor]) -> Tensor:

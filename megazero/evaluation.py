@@ -24,7 +24,7 @@ from .data.samples import Stream
 from .forward import ForwardModel, Weights
 from .parallel.collectives import AgreedError, all_reduce, broadcast, together
 from .parallel.groups import Group, Mesh
-from .parallel.loss import vocab_parallel_cross_entropy
+from .parallel.loss import Vocabulary, vocab_parallel_cross_entropy
 from .pipe.stage import LayerSpec
 
 ROUNDS = 4          # micro-batches of a round per pipeline rank: the pipeline is empty for a fifth of its time
@@ -264,7 +264,7 @@ def rounds_of(windows: int, each: int, most: int) -> Iterator[tuple[int, int]]:
 def per_token(logits: Tensor, labels: Tensor, vocab: int, group: Group) -> Tensor:
     """[seq, batch, padded vocab / tensor], labels [seq, batch] -> [2, seq, batch], fp32 or fp64: the loss of each label
     without smoothing, and 1 where it is the likeliest of the `vocab` real entries (of equals the lowest id), else 0."""
-    losses = vocab_parallel_cross_entropy(logits, labels, vocab=vocab, smoothing=0.0, group=group)
+    losses = vocab_parallel_cross_entropy(logits, labels, Vocabulary(vocab, group))
     first = group.index * logits.shape[-1]
     real = max(0, min(logits.shape[-1], vocab - first))
     top, ids = torch.full_like(losses, -torch.inf), torch.full_like(labels, vocab)

@@ -20,7 +20,7 @@ from .moe.layer import MoELayer, MoESetup
 from .moe.pyramid import layer_parameters
 from .parallel.groups import Mesh
 from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
-from .parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_divergence
+from .parallel.loss import Vocabulary, vocab_parallel_cross_entropy, vocab_parallel_divergence
 from .parallel.params import Initial, declare
 from .parallel.random import dropout, seed_draw
 from .parallel.shard import ShardSpec
@@ -184,8 +184,10 @@ class Head(nn.Module):
 
     def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
         super().__init__()
-        model, self.group, self.queue, self.vocab = setup.model, mesh.tensor, mesh.weights, setup.vocab
-        self.smoothing, self.loss_impl = model.label_smoothing, setup.kernels.impl("cross_entropy")
+        model, self.group, self.queue = setup.model, mesh.tensor, mesh.weights
+        self.vocabulary = Vocabulary(
+            setup.vocab, mesh.tensor, model.label_smoothing, setup.kernels.impl("cross_entropy")
+        )
         self.weight = declare(
             self, "weight", setup.table(mesh.tensor.size), mesh.topology, dtype=setup.dtype,
             initial=Initial(model.init_method_std), known_as=WORD_TABLE if model.tied else None,
@@ -197,16 +199,13 @@ class Head(nn.Module):
             logits = logits[: batch.tokens.shape[0]]
         if batch.labels is None:
             return logits
-        losses = vocab_parallel_cross_entropy(
-            logits, batch.labels, vocab=self.vocab, smoothing=self.smoothing, group=self.group,
-            owned=batch.lesson is None, impl=self.loss_impl,
-        )
+        losses = vocab_parallel_cross_entropy(logits, batch.labels, self.vocabulary, owned=batch.lesson is None)
         loss = scaled_sum(losses, batch)
         if batch.lesson is None:
             return loss
         alpha, beta, temperature = batch.lesson.alpha, batch.lesson.beta, batch.lesson.temperature
         apart = vocab_parallel_divergence(
-            logits, batch.lesson.logits, vocab=self.vocab, temperature=temperature, group=self.group
+            logits, batch.lesson.logits, vocab=self.vocabulary.size, temperature=temperature, group=self.group
         )
         added = beta * temperature**2 * scaled_sum(apart, batch)
         return WithLoss(loss, (alpha - 1) * loss + added, {KD_LOSS: added.detach().double()})

@@ -6,17 +6,29 @@ Backward, with log n = log sum exp(x_i) over the whole vocabulary V and the shar
 
 How ranks put their statistics together, and the autograd function around both, is parallel/loss.py's business.
 Statistics in fp32 (fp64 for fp64). Forward and backward read the logits once; the backward may write in their place.
+The kernels make no copy in fp32, torch one of some rows at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from .dispatch import jit, tl
+from .dispatch import jit, tl, use_triton
 from .rows import statistics_dtype
 
 BLOCK = 4096            # elements that a program works on at once
+CHUNK_ELEMENTS = 1 << 22          # of an fp32 temporary of torch: 16 MiB
+CACHED_ELEMENTS = 1 << 17         # the same on a CPU: 512 KiB, which stay in its cache from one operation to the next
+
+
+def row_chunks(logits: Tensor) -> list[slice]:
+    """Ranges of rows whose fp32 copy stays small."""
+    most = CHUNK_ELEMENTS if logits.is_cuda else CACHED_ELEMENTS
+    rows, step = logits.shape[0], max(1, most // logits.shape[1])
+    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
 
 
 def statistics_reference(logits: Tensor, labels: Tensor, *, first: int, real: int) -> Tensor:
@@ -105,14 +117,19 @@ def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(1) == 1 or logits.shape[1] == 1 else logits.contiguous()
 
 
-def row_statistics(logits: Tensor, labels: Tensor, *, first: int, real: int) -> Tensor:
+def row_statistics(
+    logits: Tensor, labels: Tensor, *, first: int, real: int, sums: bool = True, impl: str = "auto"
+) -> Tensor:
     """logits [rows, columns], labels [rows] of the whole vocabulary -> [4, rows], fp32 (fp64 for fp64): the largest
     logit, the sum of exponentials below it, the target's logit (0 where another rank has it), the sum of logits.
 
-    Column 0 is entry `first` of the vocabulary; from column `real` on all is padding. By Triton.
+    Column 0 is entry `first` of the vocabulary; from column `real` on all is padding. The last of the four may be
+    anything unless it is asked for by `sums`. `impl` as in dispatch.py.
     """
-    logits = _rows(logits)
     out = torch.empty(4, len(logits), dtype=statistics_dtype(logits.dtype), device=logits.device)
+    if not use_triton(logits, impl):
+        return _torch_statistics_(out, logits, labels, first, real, sums)
+    logits = _rows(logits)
     if len(logits):
         _forward[(len(logits),)](
             logits, labels.contiguous(), *out.unbind(), first, real, logits.shape[1], logits.stride(0),
@@ -121,18 +138,66 @@ def row_statistics(logits: Tensor, labels: Tensor, *, first: int, real: int) -> 
     return out
 
 
+def _torch_statistics_(out: Tensor, logits: Tensor, labels: Tensor, first: int, real: int, sums: bool) -> Tensor:
+    """`row_statistics` by torch, into `out` [4, rows]."""
+    out.zero_()
+    top, total, target, sum_x = out.unbind()
+    top.fill_(-torch.inf)
+    for rows, here, local in _labelled(logits, labels, first, real):
+        x = logits[rows, :real].to(out.dtype)
+        torch.amax(x, 1, out=top[rows])
+        target[rows] = x.gather(1, local).squeeze(1).masked_fill_(~here, 0.0)
+        if sums:
+            torch.sum(x, 1, out=sum_x[rows])
+        total[rows] = (x - top[rows].unsqueeze(1)).exp_().sum(1)
+    return out
+
+
+def _labelled(logits: Tensor, labels: Tensor, first: int, real: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """For each chunk of rows: where it lies, which of its labels are real columns here, and these columns [rows, 1], 0
+    for the others. None where a rank has padding alone."""
+    here = (labels >= first) & (labels < first + real)
+    local = (labels - first).masked_fill(~here, 0).unsqueeze(1)
+    for rows in row_chunks(logits) if real else []:
+        yield rows, here[rows], local[rows]
+
+
 def logits_gradient(
     logits: Tensor, labels: Tensor, log_normalizer: Tensor, dy: Tensor, *, first: int, real: int, share: float,
-    vocab: int, in_place: bool = False,
+    vocab: int, in_place: bool = False, impl: str = "auto",
 ) -> Tensor:
     """logits [rows, columns], labels, log n and dy [rows] -> dlogits [rows, columns], in the memory of the logits if
-    `in_place` (and they must have been given up). By Triton."""
-    logits = _rows(logits)
+    `in_place` (and they must have been given up). `impl` as in dispatch.py."""
+    by_triton = use_triton(logits, impl)
+    logits = _rows(logits) if by_triton else logits
     out = logits if in_place else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    if not by_triton:
+        return _torch_gradient_(out, logits, labels, (log_normalizer, dy), (first, real), (share, vocab))
     options, columns = _options(logits), logits.shape[1]
     if logits.numel():
         _backward[(len(logits), -(-columns // options["BLOCK"]))](
             logits, out, labels.contiguous(), log_normalizer.contiguous(), dy.contiguous(), first, real, columns,
             1.0 - share, share / vocab, logits.stride(0), out.stride(0), **options,
         )  # fmt: skip
+    return out
+
+
+def _torch_gradient_(
+    out: Tensor, logits: Tensor, labels: Tensor, of_rows: tuple[Tensor, Tensor], place: tuple[int, int],
+    smoothing: tuple[float, int],
+) -> Tensor:
+    """`logits_gradient` by torch, into `out`, which may be the logits."""
+    (log_normalizer, dy), (first, real), (share, vocab) = of_rows, place, smoothing
+    out[:, real:] = 0.0
+    wide = logits.dtype != log_normalizer.dtype
+    for rows, here, local in _labelled(logits, labels, first, real):
+        to = out[rows, :real]
+        x = torch.empty_like(to, dtype=log_normalizer.dtype) if wide else to      # else in its own place
+        torch.sub(logits[rows, :real], log_normalizer[rows].unsqueeze(1), out=x).exp_()
+        if share:
+            x -= share / vocab
+        x.scatter_add_(1, local, (-(1 - share) * here.to(x.dtype)).unsqueeze(1))
+        x *= dy[rows].unsqueeze(1)
+        if wide:
+            to.copy_(x)
     return out

@@ -6,120 +6,90 @@ Cross entropy per token, over the V real entries of the vocabulary, with m = max
     smoothed = (1 - s) nll + s (log Z - mean_i (x_i - m)),   s = a V / (V - 1) for label smoothing a
     d/dx_i   = exp(x_i - m) / Z - (1 - s) [i = target] - s / V
 Padding entries take no probability and get no gradient. The forward keeps the logits as they are and one
-number per token; the kernel (kernels/cross_entropy.py) makes no copy in fp32, torch one of a chunk of rows at a time.
+number per token; nothing makes a copy of them in fp32 but of a chunk of rows at a time.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..kernels.cross_entropy import logits_gradient, row_statistics
-from ..kernels.dispatch import use_triton
+from ..kernels.cross_entropy import logits_gradient, row_chunks, row_statistics
 from .collectives import all_reduce
 from .groups import Group
 
-CHUNK_ELEMENTS = 1 << 22          # of an fp32 temporary: 16 MiB
-CACHED_ELEMENTS = 1 << 17         # the same on a CPU: 512 KiB, which stay in its cache from one operation to the next
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """How rows of logits are scored: `size` real entries that are cut over `group`, label smoothing, and which
+    implementation of kernels/cross_entropy.py does it."""
 
-def _chunks(logits: Tensor) -> list[slice]:
-    """Ranges of rows whose fp32 copy stays small."""
-    most = CHUNK_ELEMENTS if logits.is_cuda else CACHED_ELEMENTS
-    rows, step = logits.shape[0], max(1, most // logits.shape[1])
-    return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
+    size: int
+    group: Group
+    smoothing: float = 0.0
+    impl: str = "auto"
 
+    @property
+    def share(self) -> float:
+        """s of the formulas above."""
+        return self.smoothing * self.size / (self.size - 1) if self.smoothing else 0.0
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, group: Group, owned: bool
-    ) -> Tensor:
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        first = group.index * logits.shape[1]
-        real = max(0, min(logits.shape[1], vocab - first))                # columns that are not padding
-        local = labels - first
-        here = (local >= 0) & (local < real)
-        local = local.masked_fill(~here, 0)
-        top = logits.new_full(labels.shape, -torch.inf, dtype=exact)
-        sums = logits.new_zeros(3, labels.shape[0], dtype=exact)          # Z, target - m, sum of x - m
-        if real:
-            top.copy_(logits[:, :real].amax(1))
-        all_reduce(top, group, "max")
-        for rows in _chunks(logits) if real else []:
-            x = logits[rows, :real].to(exact) - top[rows].unsqueeze(1)
-            sums[1, rows] = x.gather(1, local[rows].unsqueeze(1)).squeeze(1).masked_fill(~here[rows], 0.0)
-            sums[2, rows] = x.sum(1) if smoothing else 0.0
-            sums[0, rows] = x.exp_().sum(1)
-        all_reduce(sums, group)
-        log_z = sums[0].log()
-        share = smoothing * vocab / (vocab - 1) if smoothing else 0.0
-        loss = log_z - (1 - share) * sums[1] - share / vocab * sums[2]
-        ctx.save_for_backward(logits, local, here, top + log_z)
-        ctx.real, ctx.share, ctx.vocab, ctx.owned = real, share, vocab, owned
-        return loss
+    def place(self, columns: int) -> dict[str, int]:
+        """Where this rank's columns begin, and how many of them are not padding."""
+        first = self.group.index * columns
+        return {"first": first, "real": max(0, min(columns, self.size - first))}
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, local, here, log_normalizer = ctx.saved_tensors
-        out = logits if ctx.owned else torch.empty_like(logits)
-        out[:, ctx.real :] = 0.0
-        wide = logits.dtype != log_normalizer.dtype
-        for rows in _chunks(logits) if ctx.real else []:
-            to = out[rows, : ctx.real]
-            x = torch.empty_like(to, dtype=log_normalizer.dtype) if wide else to      # else in its own place
-            torch.sub(logits[rows, : ctx.real], log_normalizer[rows].unsqueeze(1), out=x).exp_()
-            if ctx.share:
-                x -= ctx.share / ctx.vocab
-            target = -(1 - ctx.share) * here[rows].to(x.dtype)
-            x.scatter_add_(1, local[rows].unsqueeze(1), target.unsqueeze(1))
-            x *= grad[rows].unsqueeze(1)
-            if wide:
-                to.copy_(x)
-        return out, None, None, None, None, None
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """What this rank knows of rows [rows, columns]: [4, rows], as `row_statistics` has it."""
+        return row_statistics(logits, labels, **self.place(logits.shape[1]), sums=self.share > 0, impl=self.impl)
 
-
-class _KernelCrossEntropy(torch.autograd.Function):
-    """The same by Triton, which takes maximum and sum in one pass: the sums of ranks then move to the common maximum,
-    Z = sum_r Z_r exp(m_r - m)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, group: Group, owned: bool
-    ) -> Tensor:
-        first = group.index * logits.shape[1]
-        place = {"first": first, "real": max(0, min(logits.shape[1], vocab - first))}
-        own_top, total, target, sum_x = row_statistics(logits, labels, **place)
-        top = all_reduce(own_top.clone(), group, "max")
-        sums = torch.stack((total * (own_top - top).exp(), target, sum_x))
-        all_reduce(sums, group)
-        log_z = sums[0].log()
-        share = smoothing * vocab / (vocab - 1) if smoothing else 0.0
+    def losses(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss of each row, and the logarithm of its normalizer, from what all ranks know. The sums of a rank move
+        to the common maximum: Z = sum_r Z_r exp(m_r - m)."""
+        own_top, total, target, sum_x = statistics
+        top = all_reduce(own_top.clone(), self.group, "max")
+        sums = all_reduce(torch.stack((total * (own_top - top).exp(), target, sum_x)), self.group)
+        log_z, share = sums[0].log(), self.share
         loss = log_z - (1 - share) * (sums[1] - top)
         if share:
-            loss -= share / vocab * (sums[2] - vocab * top)
-        ctx.save_for_backward(logits, labels, top + log_z)
-        ctx.rest = {**place, "share": share, "vocab": vocab, "in_place": owned}
+            loss -= share / self.size * (sums[2] - self.size * top)
+        return loss, top + log_z
+
+    def gradient(
+        self, logits: Tensor, labels: Tensor, log_normalizer: Tensor, grad: Tensor, *, in_place: bool
+    ) -> Tensor:
+        """Of the logits [rows, columns], given that of the losses [rows]."""
+        return logits_gradient(
+            logits, labels, log_normalizer, grad, **self.place(logits.shape[1]), share=self.share, vocab=self.size,
+            in_place=in_place, impl=self.impl,
+        )
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: Vocabulary, owned: bool) -> Tensor:
+        loss, log_normalizer = vocabulary.losses(vocabulary.statistics(logits, labels))
+        ctx.save_for_backward(logits, labels, log_normalizer)
+        ctx.vocabulary, ctx.owned = vocabulary, owned
         return loss
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        return logits_gradient(*ctx.saved_tensors, grad, **ctx.rest), None, None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.vocabulary.gradient(*ctx.saved_tensors, grad, in_place=ctx.owned), None, None, None
 
 
 def vocab_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, *, vocab: int, smoothing: float, group: Group, owned: bool = False,
-    impl: str = "auto",
+    logits: Tensor, labels: Tensor, vocabulary: Vocabulary, *, owned: bool = False
 ) -> Tensor:
     """[seq, batch, padded vocab / tensor], labels [seq, batch] -> loss per token [seq, batch], fp32 or fp64.
 
-    `vocab` is the number of real entries. `owned`: nobody else reads the logits, and the backward writes their gradient
-    in their place; `impl` as in kernels/dispatch.py. Source: Shoeybi et al., 2019, section 3.
+    `owned`: nobody else reads the logits, and the backward writes their gradient in their place. Source: Shoeybi et
+    al., 2019, section 3.
     """
-    function = _KernelCrossEntropy if use_triton(logits, impl) else _VocabParallelCrossEntropy
-    flat = function.apply(logits.flatten(0, 1), labels.flatten(), vocab, smoothing, group, owned)
+    flat = _CrossEntropy.apply(logits.flatten(0, 1), labels.flatten(), vocabulary, owned)
     return flat.view(labels.shape)
 
 
@@ -135,7 +105,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
         if real:
             tops[0], tops[1] = student[:, :real].amax(1), teacher[:, :real].amax(1)
         tops = all_reduce(tops, group, "max") / temperature
-        for rows in _chunks(student) if real else []:
+        for rows in row_chunks(student) if real else []:
             b = student[rows, :real].to(exact) / temperature - tops[0, rows].unsqueeze(1)
             a = teacher[rows, :real].to(exact) / temperature - tops[1, rows].unsqueeze(1)
             apart = a - b
@@ -152,7 +122,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         student, teacher, log_normalizers = ctx.saved_tensors
         out = torch.zeros_like(student)
-        for rows in _chunks(student) if ctx.real else []:
+        for rows in row_chunks(student) if ctx.real else []:
             q, p = (
                 (x[rows, : ctx.real].to(log.dtype) / ctx.temperature - log[rows].unsqueeze(1)).exp_()
                 for x, log in zip((student, teacher), log_normalizers, strict=True)

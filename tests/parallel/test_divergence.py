@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.parallel import loss
+from megazero.kernels import cross_entropy
 from megazero.parallel.groups import Group, open_mesh
 from megazero.parallel.loss import vocab_parallel_divergence
 from megazero.parallel.topology import Topology
@@ -86,7 +86,7 @@ def test_chunks_change_no_bit(dtype):
     given = problem(dtype, 100)
     whole = our_divergence(*given, 2.0, ALONE)
     for rows in (1, 7):
-        with mock.patch.object(loss, "CHUNK_ELEMENTS", rows * 100):
+        with mock.patch.object(cross_entropy, "CACHED_ELEMENTS", rows * 100):
             found = our_divergence(*given, 2.0, ALONE)
         assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])
 

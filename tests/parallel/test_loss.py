@@ -7,10 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megazero.kernels import dispatch
-from megazero.parallel import loss
+from megazero.kernels import cross_entropy, dispatch
 from megazero.parallel.groups import Group, open_mesh
-from megazero.parallel.loss import vocab_parallel_cross_entropy
+from megazero.parallel.loss import Vocabulary, vocab_parallel_cross_entropy
 from megazero.parallel.topology import Topology
 from tests.harness import on_ranks
 
@@ -45,7 +44,7 @@ def torch_loss(logits, labels, upstream, smoothing):
 def our_loss(logits, labels, upstream, smoothing, group, impl="auto"):
     """This rank's loss per token, and its part of the gradient."""
     mine = logits.chunk(group.size, -1)[group.index].clone().requires_grad_()
-    y = vocab_parallel_cross_entropy(mine, labels, vocab=VOCAB, smoothing=smoothing, group=group, impl=impl)
+    y = vocab_parallel_cross_entropy(mine, labels, Vocabulary(VOCAB, group, smoothing, impl))
     assert y.dtype == (torch.float64 if logits.dtype == torch.float64 else torch.float32)
     y.backward(upstream.to(y.dtype))
     return y.detach(), mine.grad
@@ -100,7 +99,7 @@ def test_gradcheck():
     x = logits[:2, :2].clone().requires_grad_()
     for smoothing in (0.0, 0.3):
         def run(x, smoothing=smoothing):
-            return vocab_parallel_cross_entropy(x, labels[:2, :2], vocab=VOCAB, smoothing=smoothing, group=ALONE)
+            return vocab_parallel_cross_entropy(x, labels[:2, :2], Vocabulary(VOCAB, ALONE, smoothing))
 
         assert torch.autograd.gradcheck(run, (x,))
 
@@ -111,8 +110,8 @@ def test_chunks_change_no_bit(dtype):
     logits, labels, upstream = problem(dtype, 100)
     whole = our_loss(logits, labels, upstream, 0.1, ALONE)
     for rows in (1, 7):
-        with mock.patch.object(loss, "CACHED_ELEMENTS", rows * 100):
-            assert len(loss._chunks(logits.flatten(0, 1))) == math.ceil(30 / rows)
+        with mock.patch.object(cross_entropy, "CACHED_ELEMENTS", rows * 100):
+            assert len(cross_entropy.row_chunks(logits.flatten(0, 1))) == math.ceil(30 / rows)
             found = our_loss(logits, labels, upstream, 0.1, ALONE)
         assert torch.equal(found[0], whole[0]) and torch.equal(found[1], whole[1])
 
@@ -128,9 +127,7 @@ def test_the_gradient_takes_the_place_of_logits_that_nobody_else_reads(dtype, im
         leaf = kept.requires_grad_()
         whole = leaf * 1                                   # not a leaf, as the head's logits are not
         whole.register_hook(seen.append)
-        y = vocab_parallel_cross_entropy(
-            whole, labels, vocab=VOCAB, smoothing=0.1, group=ALONE, owned=owned, impl=impl
-        )
+        y = vocab_parallel_cross_entropy(whole, labels, Vocabulary(VOCAB, ALONE, 0.1, impl), owned=owned)
         y.backward(upstream.to(y.dtype))
         assert torch.equal(leaf.grad, expected) and torch.equal(whole, expected if owned else logits)
         assert (seen[0].data_ptr() == whole.data_ptr()) == owned
@@ -138,9 +135,7 @@ def test_the_gradient_takes_the_place_of_logits_that_nobody_else_reads(dtype, im
 
 def test_an_even_guess_costs_the_logarithm_of_the_real_vocabulary():
     logits = torch.zeros(1, 1, 128)
-    y = vocab_parallel_cross_entropy(
-        logits, torch.tensor([[3]]), vocab=VOCAB, smoothing=0.0, group=ALONE
-    )
+    y = vocab_parallel_cross_entropy(logits, torch.tensor([[3]]), Vocabulary(VOCAB, ALONE))
     assert y.item() == pytest.approx(math.log(VOCAB), abs=1e-6)
 
 
