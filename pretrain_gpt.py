@@ -47,6 +47,7 @@ from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
 from megazero.precision import dtypes, residual_dtype
+from megazero.products import describe_products, products_of
 from megazero.resume import as_resumed, check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
@@ -184,7 +185,8 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     if device.type == "cpu":
         keep_freed_memory()
     connect(world, device, backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
-    mesh = open_mesh(plan.topology, device)
+    products = products_of(device)
+    mesh = open_mesh(plan.topology, device, products)
     check_same_everywhere(plan, mesh)
     iterations = plan.iterations
     metrics = Metrics(
@@ -192,7 +194,8 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
         flops=model_flops(config.model, vocab=plan.vocab, batch=1, moe=config.moe) / config.model.seq_length,
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
-    for line in (*notices, describe(plan), *describe_experts(config), *silent):
+    multiplied = describe_products(products, dtypes(config.precision).compute)
+    for line in (*notices, describe(plan), *multiplied, *describe_experts(config), *silent):
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
     trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)

@@ -13,6 +13,7 @@ from megazero.parallel.groups import open_mesh
 from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
 from megazero.precision import Dtypes
+from megazero.products import Products
 
 
 class PlainBlock(nn.Module):
@@ -67,9 +68,12 @@ def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
     return plain
 
 
-def our_machine(model: ModelConfig, vocab: int, zero: Zero, *, ranks: int) -> Machine:
-    """The engine and the optimizer as the trainer has them."""
+def our_machine(
+    model: ModelConfig, vocab: int, zero: Zero, *, ranks: int, dtype: torch.dtype = torch.float32,
+    products: Products = Products(),
+) -> Machine:
+    """The engine and the optimizer as the trainer has them, parameters in `dtype`."""
     layers = gpt_layers(GPTSetup(model, vocab, torch.float32))
     optimizer = OptimizerConfig(adam_eps=1e-8)
-    setup = Setup(Dtypes(torch.float32, torch.float32), optimizer, zero)
-    return assemble(layers, open_mesh(Topology(data=ranks)), setup)
+    setup = Setup(Dtypes(dtype, torch.float32), optimizer, zero)
+    return assemble(layers, open_mesh(Topology(data=ranks), products=products), setup)

@@ -37,7 +37,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.group, self.selective = layer, mesh.tensor, selective
         self.head_dim, self.queries = model.head_dim, model.queries_per_group
-        self.dropout, self.kernels = model.attention_dropout, kernels
+        self.dropout, self.kernels, self.products = model.attention_dropout, kernels, mesh.weights.products
         self.divisor = layer + 1.0 if model.apply_query_key_layer_scaling else None
         self.rotary = Rotary(model, kernels.impl("rotary")) if model.position_embedding_type == "rope" else None
         fused = (model.query_groups, self.queries + 2, self.head_dim)
@@ -83,7 +83,8 @@ class Attention(nn.Module):
         if batch.draw is not None and probability:
             seed_generator(q.device, draw_seed(batch.draw, self.layer, "attention", self.group.index))
         mask = document_mask(batch.documents, q.shape[2])
-        y = attention_core(q, k, v, mask, dropout=probability, kernels=self.kernels, divisor=self.divisor)
+        core = partial(attention_core, mask=mask, dropout=probability, kernels=self.kernels, divisor=self.divisor)
+        y = self.products.call(core, q, k, v)
         return y.transpose(1, 2).flatten(2).transpose(0, 1)
 
 

@@ -30,6 +30,7 @@ from .parallel.zero import Rates
 from .pipe.lower import Program
 from .pipe.output import Hidden, flat
 from .pipe.stage import LayerSpec
+from .products import products_of
 from .trainer import Progress
 
 
@@ -54,7 +55,7 @@ def open_ranks(topology: Topology) -> Iterator[Mesh]:
     device, backend = choose_device("auto", world.local_rank)
     connect(world, device, backend)
     try:
-        yield open_mesh(topology, device)
+        yield open_mesh(topology, device, products_of(device))
     finally:
         disconnect()
 

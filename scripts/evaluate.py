@@ -43,6 +43,7 @@ from megazero.parallel.groups import World, choose_device, connect, disconnect, 
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.stage import LayerSpec  # noqa: E402
 from megazero.plan import plan_stages  # noqa: E402
+from megazero.products import products_of  # noqa: E402
 from scripts.generate import checkpoint_of, layers_of, open_tokenizer  # noqa: E402
 
 
@@ -257,7 +258,7 @@ def run(plan: Plan, world: World) -> dict[str, Score]:
     """Meet the other processes, load, and score each part; the same on all ranks."""
     device, backend = choose_device(plan.args.distributed_backend, world.local_rank)
     connect(world, device, backend)
-    mesh = open_mesh(plan.topology, device)
+    mesh = open_mesh(plan.topology, device, products_of(device))
     told = gather_objects((plan.checkpoint, vars(plan.args), [len(w) for w in plan.windows.values()]), mesh.world)
     for rank, other in enumerate(told):
         if other != told[0]:

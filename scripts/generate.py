@@ -34,6 +34,7 @@ from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.stage import LayerSpec  # noqa: E402
 from megazero.plan import plan_stages  # noqa: E402
 from megazero.precision import dtypes, residual_dtype  # noqa: E402
+from megazero.products import products_of  # noqa: E402
 
 
 def parser() -> argparse.ArgumentParser:
@@ -167,7 +168,7 @@ def run(plan: Plan, world: World) -> None:
     args = plan.args
     device, backend = choose_device(args.distributed_backend, world.local_rank)
     connect(world, device, backend)
-    mesh = open_mesh(plan.topology, device)
+    mesh = open_mesh(plan.topology, device, products_of(device))
     prompt, ids = together(mesh.world, lambda: read_prompt(plan) if mesh.rank == 0 else ("", []))[0]
     window = plan.shape.positions
     if mesh.rank == 0 and len(ids) + args.num_tokens - 1 > window:

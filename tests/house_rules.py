@@ -25,7 +25,7 @@ FLOORS = (
     ("megazero/flags.py", "megazero/flag_tables.py", "megazero/flag_families.py", "megazero/flag_file.py",
      "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py",
      "megazero/loss_scale.py", "megazero/hf_config.py", "megazero/flops.py"),
-    ("megazero/kernels/", "megazero/data/"),
+    ("megazero/kernels/", "megazero/data/", "megazero/products.py"),
     ("megazero/parallel/topology.py", "megazero/parallel/weights.py", "megazero/parallel/meeting.py"),
     ("megazero/parallel/shard.py",),
     ("megazero/parallel/groups.py", "megazero/parallel/params.py"),

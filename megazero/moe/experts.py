@@ -21,7 +21,8 @@ from ..mlp import activation_of
 from ..parallel.groups import Mesh
 from ..parallel.params import ZEROS, Initial, declare
 from ..parallel.shard import ShardSpec
-from ..parallel.weights import WeightQueue, add_product_
+from ..parallel.weights import WeightQueue
+from ..products import Products
 from .activations import TWO_WAY, Activation
 
 # torch 2.11 knows only the old name, and neither for all types of numbers.
@@ -31,7 +32,8 @@ GROUPED_WIDTH = 8       # elements of bf16 in the 16 bytes to which the rows of 
 
 
 def grouped_mm(
-    rows: Tensor, matrices: Tensor, counts: Sequence[int], *, bias: Tensor | None = None, grouped: bool | None = None
+    rows: Tensor, matrices: Tensor, counts: Sequence[int], *, bias: Tensor | None = None, grouped: bool | None = None,
+    products: Products = Products(),
 ) -> Tensor:
     """rows [rows, in], the first counts[0] of which meet matrices[0] [in, out] and bias[0] [out], and so on -> [rows,
     out].
@@ -49,10 +51,7 @@ def grouped_mm(
         return out
     out = rows.new_empty(len(rows), matrices.shape[2])
     for number, (mine, to) in enumerate(zip(rows.split(counts), out.split(counts), strict=True)):
-        if bias is None:
-            torch.mm(mine, matrices[number], out=to)
-        else:
-            torch.addmm(bias[number], mine, matrices[number], out=to)
+        products.into_(to, mine, matrices[number], None if bias is None else bias[number])
     return out
 
 
@@ -67,7 +66,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         ctx.weight, ctx.bias, ctx.counts, ctx.queue = weight, bias, counts, queue
         own = None if bias is None else bias.flatten(1)
-        return grouped_mm(rows, weight.flatten(1, -2).transpose(1, 2), counts, bias=own)
+        return grouped_mm(rows, weight.flatten(1, -2).transpose(1, 2), counts, bias=own, products=queue.products)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -79,7 +78,7 @@ class _GroupedLinear(torch.autograd.Function):
                 queue.add_(bias, torch.stack([part.sum(0) for part in grad.split(counts)]))
 
         queue.put(add_weight_gradients)
-        return grouped_mm(grad, weight.flatten(1, -2), counts), None, None, None, None
+        return grouped_mm(grad, weight.flatten(1, -2), counts, products=queue.products), None, None, None, None
 
 
 def grouped_linear(
@@ -119,9 +118,9 @@ class _BlockedExperts(torch.autograd.Function):
         kept = []           # one by one: memory of this size is used again, a large piece comes anew from the system
         for e, own in _blocks(counts):
             inner = rows.new_empty(own.stop - own.start, up.shape[1])
-            _linear_(inner, rows[own], up[e], weights.up_bias, e)
+            _linear_(inner, rows[own], up[e], weights.up_bias, e, queue.products)
             after, slope = activation.keep(inner)
-            _linear_(out[own], after, down[e], weights.down_bias, e)
+            _linear_(out[own], after, down[e], weights.down_bias, e, queue.products)
             kept += [after, slope]
         ctx.save_for_backward(rows, *kept)
         ctx.weights, ctx.activation, ctx.counts, ctx.queue = weights, activation, counts, queue
@@ -135,8 +134,8 @@ class _BlockedExperts(torch.autograd.Function):
 
         def blocks() -> Iterator[_Block]:
             for (e, own), after, slope in zip(_blocks(counts), kept[::2], kept[1::2], strict=True):
-                inner_grad = activation.backward(grad[own] @ down[e], slope)
-                torch.mm(inner_grad, up[e], out=grad_rows[own])
+                inner_grad = activation.backward(queue.products.of(grad[own], down[e]), slope)
+                queue.products.into_(grad_rows[own], inner_grad, up[e])
                 yield _Block(e, own, after, inner_grad)
 
         # Weights take their gradients from each block as it is made, while it is in the cache, or later from all.
@@ -155,12 +154,11 @@ def _blocks(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def _linear_(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> None:
+def _linear_(
+    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, products: Products
+) -> None:
     """x [rows, in] times the expert's weight [out, in], into `out`."""
-    if bias is None:
-        torch.mm(x, weight.T, out=out)
-    else:
-        torch.addmm(bias[expert].flatten(), x, weight.T, out=out)
+    products.into_(out, x, weight.T, None if bias is None else bias[expert].flatten())
 
 
 def _add_weight_gradients(
@@ -171,9 +169,9 @@ def _add_weight_gradients(
     sums = Weights(*(None if p is None else queue.gradient(p) for p in trained))
     for e, own, after, inner_grad in blocks:
         if sums.up is not None:
-            add_product_(sums.up[e].flatten(0, -2), inner_grad.T, rows[own])
+            queue.products.add_(sums.up[e].flatten(0, -2), inner_grad.T, rows[own])
         if sums.down is not None:
-            add_product_(sums.down[e], grad[own].T, after)
+            queue.products.add_(sums.down[e], grad[own].T, after)
         if sums.up_bias is not None:
             sums.up_bias[e].view(-1).add_(inner_grad.sum(0))
         if sums.down_bias is not None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..products import Products
 from .meeting import agree_on_meeting
 from .topology import Topology
 from .weights import WeightQueue
@@ -121,20 +122,26 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def open_mesh(topology: Topology, device: torch.device = torch.device("cpu")) -> Mesh:
-    """Make this rank's groups. With one rank nothing is made and no rendezvous is needed.
+def open_mesh(
+    topology: Topology, device: torch.device = torch.device("cpu"), products: Products = Products()
+) -> Mesh:
+    """Make this rank's groups. With one rank nothing is made and no rendezvous is needed. `products` is how the layers
+    that are built for the mesh multiply.
 
     Raises ValueError where the number of started processes is not the topology's.
     """
     if topology.world == 1:
-        return mesh_on_paper(topology, 0, device)
+        return _mesh(topology, 0, device, lambda ranks: None, products)
     rank = dist.get_rank()
     if dist.get_world_size() != topology.world:
         raise ValueError(f"{topology} needs {topology.world} ranks, {dist.get_world_size()} were started")
-    return _mesh(topology, rank, device, new_group)
+    return _mesh(topology, rank, device, new_group, products)
 
 
-def _mesh(topology: Topology, rank: int, device: torch.device, make: Callable[[tuple[int, ...]], Any]) -> Mesh:
+def _mesh(
+    topology: Topology, rank: int, device: torch.device, make: Callable[[tuple[int, ...]], Any],
+    products: Products = Products(),
+) -> Mesh:
     """The mesh whose handles `make` makes, axis by axis in one order; an axis of experts that has the ranks of a dense
     one shares its handle."""
     twins = {"expert_tensor": "tensor", "expert_data": "data"}
@@ -148,7 +155,8 @@ def _mesh(topology: Topology, rank: int, device: torch.device, make: Callable[[t
             handle = make(ranks) if topology.size(axis) > 1 else None
         groups[axis] = Group(axis, ranks, ranks.index(rank), handle)
     named = {axis: groups[axis] for axis in LIVE_AXES}
-    return Mesh(topology, rank, device, **named, few=tuple(groups[axis] for axis in few), weights=WeightQueue())
+    few_groups = tuple(groups[axis] for axis in few)
+    return Mesh(topology, rank, device, **named, few=few_groups, weights=WeightQueue(products))
 
 
 def new_group(ranks: tuple[int, ...]) -> Any:

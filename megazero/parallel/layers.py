@@ -6,6 +6,7 @@ A column-parallel layer gathers the sequence and keeps only its own part for the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,17 +38,14 @@ class _GatherLinear(torch.autograd.Function):
         matrix = weight.flatten(0, -2)
         out = rows.new_empty(*rows.shape[:-1], matrix.shape[0])    # not a view, so that it may be changed in place
         flat, rows = out.flatten(0, -2), rows.flatten(0, -2)
-        if bias is None:
-            torch.mm(rows, matrix.T, out=flat)
-        else:
-            torch.addmm(bias.flatten(), rows, matrix.T, out=flat)
+        queue.products.into_(flat, rows, matrix.T, None if bias is None else bias.flatten())
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (x,), weight, bias, group, queue = ctx.saved_tensors, ctx.weight, ctx.bias, ctx.group, ctx.queue
         gathering = None if queue.is_deferring else start_all_gather(x, group)
-        scattering = start_reduce_scatter(grad @ weight.flatten(0, -2), group)
+        scattering = start_reduce_scatter(queue.products.of(grad, weight.flatten(0, -2)), group)
         rows = grad.flatten(0, -2)                                 # [seq * batch, out / tensor]
 
         def add_weight_gradient() -> None:
@@ -76,7 +74,8 @@ class _LinearScatter(torch.autograd.Function):
         ctx.weight, ctx.group, ctx.queue = weight, group, queue
         # Attention leaves its result batch-first in memory; multiplied as it lies it needs no copy.
         ctx.batch_first = x.stride(0) < x.stride(1)
-        y = F.linear(x.transpose(0, 1), weight).transpose(0, 1) if ctx.batch_first else F.linear(x, weight)
+        product = partial(queue.products.call, F.linear)
+        y = product(x.transpose(0, 1), weight).transpose(0, 1) if ctx.batch_first else product(x, weight)
         return reduce_scatter(y, group)
 
     @staticmethod
@@ -87,7 +86,7 @@ class _LinearScatter(torch.autograd.Function):
             x, grad = x.transpose(0, 1), grad.transpose(0, 1)
         rows = grad.flatten(0, -2)
         queue.put(lambda: queue.add_product_(weight, rows.T, x.flatten(0, -2)))
-        grad_x = grad @ weight
+        grad_x = queue.products.of(grad, weight)
         return grad_x.transpose(0, 1) if ctx.batch_first else grad_x, None, None, None
 
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..products import Products
+
 Work = Callable[[], None]
 
 
@@ -22,22 +24,15 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def add_product_(grad: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left [out, rows] x right [rows, in] to grad [out, in], which may be of a wider dtype."""
-    if grad.dtype == left.dtype:
-        grad.addmm_(left, right)
-    else:
-        grad.add_(left @ right)
-
-
 class WeightQueue:
     """One per stage, made with the stage and handed to its layers.
 
     `gradient` says where the gradient of a parameter is added up, and `arrived` is told when one micro-batch has added
-    to it: the optimizer that owns flat gradients sets both.
+    to it: the optimizer that owns flat gradients sets both. `products` is how the stage multiplies matrices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, products: Products = Products()) -> None:
+        self.products = products
         self.gradient: Callable[[nn.Parameter], Tensor] = gradient_of
         self.arrived: Callable[[nn.Parameter], None] = lambda parameter: None
         self._deferred: list[Work] | None = None
@@ -68,7 +63,7 @@ class WeightQueue:
         """Add left [out, rows] x right [rows, in] to the gradient of a parameter of out x in elements."""
         if not parameter.requires_grad:
             return
-        add_product_(self.gradient(parameter).view(left.shape[0], right.shape[1]), left, right)
+        self.products.add_(self.gradient(parameter).view(left.shape[0], right.shape[1]), left, right)
         self.arrived(parameter)
 
     def add_products_(self, parameter: nn.Parameter, left: Tensor, right: Tensor, counts: Sequence[int]) -> None:
@@ -78,7 +73,7 @@ class WeightQueue:
             return
         grads = self.gradient(parameter).view(len(counts), left.shape[0], right.shape[1])
         for grad, a, b in zip(grads, left.split(counts, 1), right.split(counts), strict=True):
-            add_product_(grad, a, b)
+            self.products.add_(grad, a, b)
         self.arrived(parameter)
 
     def add_rows_(self, parameter: nn.Parameter, rows: Tensor, values: Tensor) -> None:

@@ -134,7 +134,7 @@ def build_stages(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, how: Recompu
     """This rank's stages by number. Where it holds both ends of a tied parameter, both hold the same object."""
     stages = {}
     for number in cut.held_by(mesh.stage):
-        own = replace(mesh, weights=WeightQueue())
+        own = replace(mesh, weights=WeightQueue(mesh.weights.products))
         part = [(layers[i], layers[i].build(own)) for i in cut.slices[number]]
         stages[number] = Stage(part, how, own.weights)
     join_tied([named for stage in stages.values() for named in stage.named_layers()])
