@@ -346,6 +346,7 @@ def gpt_of(config: Config, vocab: int) -> GPTSetup:
         config.model, vocab, dtypes(config.precision).master, apart=homes[0] != homes[-1],
         selective=config.recompute.recompute_granularity == "selective",
         kernels=kernels_of(config), residual=residual_dtype(config.precision), moe=config.moe, experts=config.experts,
+        loss_chunk=config.recompute.loss_chunk_size,
     )
 
 

@@ -196,6 +196,10 @@ class RecomputeConfig:
     recompute_granularity: Literal["selective", "full"] | None = flag(None, "the attention core, or whole blocks")
     recompute_method: Literal["uniform", "block"] | None = flag(None, "groups of N blocks, or the first N of a stage")
     recompute_num_layers: int | None = flag(None, "the N of --recompute-method; default: 1", at_least=1)
+    loss_chunk_size: int | None = flag(
+        None, "tokens whose logits exist at once, computed again in the backward; default: all of a micro-batch",
+        at_least=1,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -300,6 +304,11 @@ class Config:
             raise ValueError(
                 f"--attention-backend {self.run.attention_backend} has no --apply-query-key-layer-scaling: "
                 "auto and unfused have"
+            )
+        if self.recompute.loss_chunk_size and self.distill.asked:
+            raise ValueError(
+                f"--loss-chunk-size {self.recompute.loss_chunk_size} goes without --kd and --mos: the teacher's logits "
+                "are whole, and the student's are compared with them"
             )
         if chunk is not None and chunk > layers:
             raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")

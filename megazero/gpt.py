@@ -19,6 +19,7 @@ from .mlp import MLP
 from .moe.layer import MoELayer, MoESetup
 from .moe.pyramid import layer_parameters
 from .parallel.groups import Mesh
+from .parallel.head_loss import chunked_head_loss
 from .parallel.layers import Norm, VocabParallelEmbedding, gather_linear, lookup
 from .parallel.loss import Vocabulary, vocab_parallel_cross_entropy, vocab_parallel_divergence
 from .parallel.params import Initial, declare
@@ -41,6 +42,7 @@ class GPTSetup:
     residual   dtype of the residual stream; None: that of the parameters
     apart      whether embedding and head live on different pipeline ranks, so that a tied table has two holders
     moe        the rules of layers with experts
+    loss_chunk tokens whose logits exist at once while the loss is taken; None: those of all
     experts    how many each layer has, 1: it is dense; none: all layers are
     """
 
@@ -52,6 +54,7 @@ class GPTSetup:
     apart: bool = True
     residual: torch.dtype | None = None
     moe: MoEConfig = MoEConfig()
+    loss_chunk: int | None = None
     experts: tuple[int, ...] = ()
 
     def experts_of(self, layer: int) -> int:
@@ -184,7 +187,7 @@ class Head(nn.Module):
 
     def __init__(self, setup: GPTSetup, mesh: Mesh) -> None:
         super().__init__()
-        model, self.group, self.queue = setup.model, mesh.tensor, mesh.weights
+        model, self.group, self.queue, self.chunk = setup.model, mesh.tensor, mesh.weights, setup.loss_chunk
         self.vocabulary = Vocabulary(
             setup.vocab, mesh.tensor, model.label_smoothing, setup.kernels.impl("cross_entropy")
         )
@@ -194,6 +197,9 @@ class Head(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Output:
+        if self.chunk and batch.labels is not None and batch.lesson is None:
+            losses = chunked_head_loss(x, self.weight, batch.labels, self.vocabulary, self.queue, self.chunk)
+            return scaled_sum(losses, batch)
         logits = gather_linear(x, self.weight, None, self.group, self.queue)
         if logits.shape[0] != batch.tokens.shape[0]:        # the backward of a cut copies the gradient of all logits
             logits = logits[: batch.tokens.shape[0]]

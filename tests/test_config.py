@@ -22,6 +22,7 @@ from megazero.config import (
     ScheduleConfig,
     check_world,
 )
+from megazero.config_distill import DistillConfig
 from megazero.settings import section_settings
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16}
@@ -319,6 +320,11 @@ def test_more_layers_recomputed_than_there_are_is_refused():
     recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=5)
     with pytest.raises(ValueError, match="--recompute-num-layers 5 is above --num-layers 4"):
         config(recompute=recompute)
+
+
+def test_a_loss_in_chunks_is_refused_beside_a_teacher_whose_logits_are_whole():
+    with pytest.raises(ValueError, match="--loss-chunk-size 64 goes without --kd and --mos: the teacher's logits"):
+        config(recompute=RecomputeConfig(loss_chunk_size=64), distill=DistillConfig(kd=True, load_teacher="x"))
 
 
 def in_iterations(**schedule) -> Config:

@@ -16,22 +16,22 @@ INTERLEAVED = "--num-virtual-stages-per-pipeline-rank 2"
 
 CHANGES_NOTHING = (
     "--recompute-granularity", "--recompute-method", "--recompute-num-layers", "--pipeline-schedule",
-    "--num-virtual-stages-per-pipeline-rank",
+    "--num-virtual-stages-per-pipeline-rank", "--loss-chunk-size",
 )
 
 # (tensor, pipeline, data), flags. Global batch 8, micro-batch 2: accumulation 4, 2 or 1 at data 1, 2, 4.
 LAYOUTS = [
-    ((2, 1, 1), ""),
+    ((2, 1, 1), "--loss-chunk-size 5"),
     ((4, 1, 1), ""),
-    ((1, 2, 1), ""),
+    ((1, 2, 1), f"--loss-chunk-size 1 {ZB_H1}"),
     ((1, 3, 1), ""),
     ((1, 4, 1), UNTIED),
     ((1, 1, 2), ""),
     ((1, 1, 4), UNTIED),
     ((2, 2, 1), "--pipeline-schedule gpipe"),
     ((2, 2, 2), ZB_V),
-    ((2, 2, 2), f"{UNTIED} --recompute-granularity selective {ZB_H1}"),
-    ((1, 4, 2), f"{FULL} uniform --recompute-num-layers 1"),
+    ((2, 2, 2), f"{UNTIED} --recompute-granularity selective {ZB_H1} --loss-chunk-size 7"),
+    ((1, 4, 2), f"{FULL} uniform --recompute-num-layers 1 --loss-chunk-size 32"),
     ((2, 3, 1), f"{FULL} block --recompute-num-layers 1"),
     ((4, 1, 2), f"{FULL} uniform --recompute-num-layers 3"),
     ((2, 1, 2), LLAMA),
@@ -56,7 +56,7 @@ def one_rank(flags: str) -> Outcome:
 
 @pytest.mark.parametrize(("layout", "flags"), LAYOUTS, ids=[f"{a}{b}{c} {f}" for (a, b, c), f in LAYOUTS])
 def test_any_layout_trains_the_same_model_as_one_rank(layout: tuple[int, int, int], flags: str) -> None:
-    """C062 C068 C071 C073 C081 C082: losses, norms, weights and moments, tied and untied, any recomputation."""
+    """C062 C068 C071 C073 C081 C082: losses, norms, weights, moments; tied or not, recomputed, loss in chunks."""
     got, want = train(f"--fp64 {flags}", layout), one_rank(flags)
     assert min(want.norms) > 0.5, "clipping is to be active"
     for name, value in distance(got, want).items():

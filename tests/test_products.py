@@ -85,10 +85,10 @@ def train(products, flags):
 
 
 @pytest.mark.parametrize(
-    "flags", ["--num-experts 4 --num-layers 2 --expert-interval 2", "--attention-backend unfused"]
+    "flags", ["--num-experts 4 --num-layers 2 --expert-interval 2", "--attention-backend unfused --loss-chunk-size 9"]
 )
 def test_no_product_of_a_model_is_taken_in_bf16(flags):
-    """Dense layers, experts, attention by torch's op and in three steps, head; forward and backward."""
+    """Dense layers, experts, attention by torch's op and in three steps, head and loss; forward and backward."""
     losses, left = train(WIDE, flags)
     assert not left
     own, found = train(Products(), flags)

@@ -6,7 +6,7 @@ Cross entropy per token, over the V real entries of the vocabulary, with m = max
     smoothed = (1 - s) nll + s (log Z - mean_i (x_i - m)),   s = a V / (V - 1) for label smoothing a
     d/dx_i   = exp(x_i - m) / Z - (1 - s) [i = target] - s / V
 Padding entries take no probability and get no gradient. The forward keeps the logits as they are and one
-number per token; nothing makes a copy of them in fp32 but of a chunk of rows at a time.
+number per token; head_loss.py does not even keep them.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ backward runs it on the spot; the zero-bubble schedules collect it and run it wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -65,6 +65,15 @@ class WeightQueue:
             return
         self.products.add_(self.gradient(parameter).view(left.shape[0], right.shape[1]), left, right)
         self.arrived(parameter)
+
+    def add_sum_of_products_(self, parameter: nn.Parameter, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`add_product_` of each pair, which may be gone when the next one comes; all of them are one arrival."""
+        grad = self.gradient(parameter) if parameter.requires_grad else None
+        for left, right in pairs:
+            if grad is not None:
+                self.products.add_(grad.view(left.shape[0], right.shape[1]), left, right)
+        if grad is not None:
+            self.arrived(parameter)
 
     def add_products_(self, parameter: nn.Parameter, left: Tensor, right: Tensor, counts: Sequence[int]) -> None:
         """For a parameter of matrices [groups, out, in] whose rows lie one group after another, counts[g] of group g:
