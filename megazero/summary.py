@@ -4,17 +4,20 @@ exchange ran beside the backward. Each is one line, the same on all ranks.
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterable
 
 import torch
 
 from .parallel.buckets import Bucket
-from .parallel.collectives import all_reduce
+from .parallel.collectives import all_reduce, gather_objects
 from .parallel.groups import Mesh
 from .parallel.params import ParamInfo
 from .parallel.zero import ZeroOptimizer
 
 MIB = 2**20
+KIB = 2**10
 
 
 def decay_groups(infos: Iterable[ParamInfo], *, own_rate: bool) -> str:
@@ -76,6 +79,19 @@ def stage_2_traffic(micro_batches: int) -> str:
         f"--zero-stage 2: a step reduces gradients {micro_batches} times, once for each micro-batch, and gathers "
         f"parameters once: {(micro_batches + 1) / 2:g} times what stage 1 sends over the data ranks"
     )
+
+
+def peak_memory(mesh: Mesh) -> str:
+    """The most memory that a rank has held so far, and which one that was: what torch had allocated on its GPU, or the
+    resident memory of its process on a CPU. All ranks call it together."""
+    if mesh.device.type == "cuda":
+        where, held = "allocated on the GPU", torch.cuda.max_memory_allocated(mesh.device)
+    else:
+        unit = 1 if sys.platform == "darwin" else KIB
+        where, held = "resident", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    told = gather_objects(held, mesh.world)
+    rank = max(range(len(told)), key=told.__getitem__)
+    return f"peak memory of the first step: {told[rank] / MIB:,.0f} MiB {where}, on rank {rank}, which holds the most"
 
 
 def early_buckets(optimizer: ZeroOptimizer, mesh: Mesh) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from .moe.students import TAUGHT
 from .parallel.collectives import AgreedError, all_reduce, gather_objects
 from .parallel.groups import Mesh
 from .parallel.zero import Rates, Update
+from .summary import peak_memory
 
 
 @dataclass(frozen=True)
@@ -165,10 +166,12 @@ class Trainer:
 
         Raises AgreedError where the loss or the gradient is no longer a finite number; nothing is saved then.
         """
-        started = time.monotonic()
+        started, start = time.monotonic(), progress
         leaving, self._last = False, iterations
         while progress.iteration < iterations and not leaving:
-            progress = self._step(progress)
+            is_first, progress = progress is start, self._step(progress)
+            if is_first:
+                self.metrics.say(peak_memory(self.machine.mesh))
             self.saver.poll()
             done = progress.iteration
             leaving = self._is_time_to_leave(done, started)

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
+from megazero import summary
+from megazero.parallel.groups import mesh_on_paper
+from megazero.parallel.topology import Topology
 from tests.training import SMALL, train
 
 # Of SMALL: tables 97 x 32 and 16 x 32; in each of 4 blocks two norms (4 x 32), qkv and out (4 x 32 x 32, 4 x 32), up
@@ -45,7 +48,15 @@ def test_bytes_of_a_rank_stand_beside_the_formula(flags, terms, per_element):
     assert sum(classes) == pytest.approx(total, abs=0.3)
     assert formula == pytest.approx(per_element * elements / 2**20, abs=0.1)
     assert formula - 0.1 <= total < 1.01 * formula + 0.1
-    assert (len(said) == 3) == ("--zero-stage 2" in flags)
+    assert (len(said) == 4) == ("--zero-stage 2" in flags)
+    peak = re.fullmatch(r"peak memory of the first step: (\S+) MiB resident, on rank [01], which .*", said[-1])
+    assert float(peak[1].replace(",", "")) > total, "what the rank holds is part of it"
+
+
+def test_the_rank_that_holds_the_most_is_named_with_what_it_holds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(summary, "gather_objects", lambda own, group: [2**30, 5 * 2**30, own])
+    told = summary.peak_memory(mesh_on_paper(Topology(data=3), 2))
+    assert told == "peak memory of the first step: 5,120 MiB resident, on rank 1, which holds the most"
 
 
 def numbers(line: str) -> list[float]:
