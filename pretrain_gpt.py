@@ -6,6 +6,7 @@ Every part of a run is built here, in order, and handed to those that need it: r
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -28,7 +29,7 @@ from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import in_words_of, parse
 from megazero.flops import model_flops
 from megazero.gpt import GPTSetup, gpt_layers
-from megazero.kernels.dispatch import OPS, Kernels, use_triton
+from megazero.kernels.dispatch import OPS, Kernels, check_compiler, use_triton
 from megazero.loss_scale import make_loss_scaler
 from megazero.lr_curves import Done
 from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
@@ -164,6 +165,8 @@ def prepare(config: Config, world: World) -> Plan:
             )
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
+    if config.run.compile:
+        check_compiler(device, os.environ.get("CXX"))
     for op in OPS:
         use_triton(torch.empty(0, device=device), kernels_of(config).impl(op))
     layers, how = layers_of(config, vocab), pipelining_of(config)
@@ -354,7 +357,7 @@ def kernels_of(config: Config) -> Kernels:
     """Which implementation of each op the flags ask for."""
     run = config.run
     unfused = () if run.masked_softmax_fusion else ("softmax=torch",)
-    return Kernels(run.kernels, (*unfused, *run.kernel), run.attention)
+    return Kernels("compiled" if run.compile else run.kernels, (*unfused, *run.kernel), run.attention)
 
 
 def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from megazero.config import ModelConfig, OptimizerConfig
 from megazero.gpt import GPTSetup, gpt_layers
+from megazero.kernels.dispatch import Kernels
 from megazero.machine import Machine, Setup, assemble
 from megazero.parallel.groups import open_mesh
 from megazero.parallel.topology import Topology
@@ -70,10 +71,10 @@ def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
 
 def our_machine(
     model: ModelConfig, vocab: int, zero: Zero, *, ranks: int, dtype: torch.dtype = torch.float32,
-    products: Products = Products(),
+    products: Products = Products(), kernels: Kernels = Kernels(),
 ) -> Machine:
     """The engine and the optimizer as the trainer has them, parameters in `dtype`."""
-    layers = gpt_layers(GPTSetup(model, vocab, torch.float32))
+    layers = gpt_layers(GPTSetup(model, vocab, torch.float32, kernels=kernels))
     optimizer = OptimizerConfig(adam_eps=1e-8)
     setup = Setup(Dtypes(dtype, torch.float32), optimizer, zero)
     return assemble(layers, open_mesh(Topology(data=ranks), products=products), setup)

@@ -28,6 +28,7 @@ from benchmarks.turns import Contender, median_ratio, take_turns  # noqa: E402
 from megazero.allocator import keep_freed_memory  # noqa: E402
 from megazero.config import ModelConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
+from megazero.kernels.dispatch import Kernels  # noqa: E402
 from megazero.machine import Machine  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
 
@@ -91,7 +92,8 @@ def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
     model = model_of(args)
     if name == OURS:
         keep_freed_memory()
-        step = our_step(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1))
+        kernels = Kernels("compiled" if args.compile else "auto")
+        step = our_step(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1, kernels=kernels))
     elif name == PLAIN:
         plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1), model, args.vocab)
         step = torch_step(plain, plain)
@@ -156,6 +158,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=int, default=8, help="samples of a step; default: 8")
     add("--threads", type=int, default=2, help="default: 2")
     add("--rounds", type=int, default=15, help="of which medians are taken; default: 15")
+    add("--compile", action="store_true", help="ours as with pretrain_gpt.py --compile; its peers stay eager")
     add("--json", metavar="FILE", help="write the numbers to FILE as well")
     return parser.parse_args(argv)
 

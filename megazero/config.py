@@ -254,6 +254,7 @@ class RunConfig:
     attention_backend: Literal["auto", "sdpa", "unfused", "flash", "fused", "local"] = flag(
         "auto", "unfused (or local): products around a softmax; sdpa (or flash, fused): torch's fused attention"
     )
+    compile: bool = flag(False, "torch.compile what stands between the products, draws and exchanges of a block")
     masked_softmax_fusion: bool = flag(True, "a softmax kernel in unfused attention; --no-...: torch's softmax")
 
     def __post_init__(self) -> None:
@@ -262,6 +263,8 @@ class RunConfig:
             operation, _, implementation = entry.partition("=")
             if not operation or implementation not in ("triton", "torch"):
                 raise ValueError(f"--kernel {entry}: must be OP=triton or OP=torch")
+        if self.compile and self.kernels != "auto":
+            raise ValueError(f"--compile and --kernels {self.kernels}: give one of them, not both")
 
     def without_printing(self) -> RunConfig:
         """The same for a run, which prints nothing and leaves."""

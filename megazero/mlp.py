@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .config import ModelConfig
 from .data.batch import MicroBatch
 from .kernels.bias_gelu import bias_gelu
-from .kernels.dispatch import Kernels, use_triton
+from .kernels.dispatch import Kernels, use_compiled, use_triton
 from .kernels.gelu_tanh import gelu_tanh
 from .kernels.swiglu import swiglu
 from .parallel.groups import Mesh
@@ -64,7 +64,8 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: MicroBatch) -> Tensor:
-        if self.gelu is not None and use_triton(x, self.gelu_impl):
+        impl = self.gelu_impl
+        if self.gelu is not None and (use_triton(x, impl) or use_compiled(x, impl, has_own=True)):
             wide = self.up(x, adds_bias=False)      # the kernel sums the bias's gradient where it has it in registers
-            return self.down(bias_gelu(wide, self.up.bias, self.gelu, self.gelu_impl))
+            return self.down(bias_gelu(wide, self.up.bias, self.gelu, impl))
         return self.down(self.activation(self.up(x)))

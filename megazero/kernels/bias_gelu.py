@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import jit, tl, use_triton
+from .dispatch import compiled, jit, tl, use_compiled, use_triton
 from .rows import PARTIALS, row_start, rows_of, shares, statistics_dtype, tiles
 
 
@@ -127,4 +127,6 @@ def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str = "none", impl: s
     """
     if use_triton(x, impl):
         return _BiasGelu.apply(x, bias, approximate)
+    if use_compiled(x, impl, has_own=True):
+        return compiled(bias_gelu_reference)(x, bias, approximate)
     return F.gelu(x if bias is None else x + bias, approximate=approximate)

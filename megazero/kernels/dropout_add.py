@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import jit, tl, use_triton
+from .dispatch import compiled, jit, tl, use_compiled, use_triton
 from .draws import keep, keep_reference
 from .rows import PARTIALS, row_start, rows_of, shares, statistics_dtype, tiles
 
@@ -121,5 +121,7 @@ def dropout_add(
     """
     if (probability or bias is not None) and use_triton(x, impl):
         return _DropoutAdd.apply(x, residual, bias, probability, seed % 2**63)
+    if not probability and use_compiled(x, impl):      # draws come from the generator that was seeded for them
+        return compiled(dropout_add_reference)(x, residual, bias)
     y = x if bias is None else x + bias
     return residual + (torch.native_dropout(y, probability, True)[0] if probability else y)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import jit, tl, use_triton
+from .dispatch import compiled, jit, tl, use_compiled, use_triton
 from .rows import (
     BACKWARD_LIMIT,
     FORWARD_LIMIT,
@@ -37,6 +37,14 @@ def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor, eps: float) ->
     centred = wide - wide.mean(-1, keepdim=True)
     rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (centred * rstd * weight + bias).to(x.dtype)
+
+
+def add_layer_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The op that adds in plain formulas."""
+    h = residual + x
+    return layer_norm_reference(h, weight, bias, eps), h
 
 
 @jit
@@ -239,6 +247,8 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5, impl:
     """
     if use_triton(x, impl):
         return _LayerNorm.apply(x, None, weight, bias, eps)
+    if use_compiled(x, impl, has_own=True):
+        return compiled(layer_norm_reference)(x, weight, bias, eps)
     if x.itemsize == 2 and not x.is_cuda:
         return _WideLayerNorm.apply(x, weight, bias, eps)
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
@@ -251,5 +261,7 @@ def add_layer_norm(
     it norms it, and adds its gradient where it has that of the norm. `impl` as in dispatch.py."""
     if use_triton(x, impl):
         return _LayerNorm.apply(x, residual, weight, bias, eps)
+    if use_compiled(x, impl, has_own=True):
+        return compiled(add_layer_norm_reference)(x, residual, weight, bias, eps)
     h = residual + x
     return layer_norm(h, weight, bias, eps, impl), h

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .dispatch import jit, tl, use_triton
+from .dispatch import compiled, jit, tl, use_compiled, use_triton
 from .rows import (
     BACKWARD_LIMIT,
     FORWARD_LIMIT,
@@ -36,6 +36,12 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.to(statistics_dtype(x.dtype))
     rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * rstd * weight).to(x.dtype)
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The op that adds in plain formulas."""
+    h = residual + x
+    return rms_norm_reference(h, weight, eps), h
 
 
 @jit
@@ -189,6 +195,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, impl: str = "auto") -
     """
     if use_triton(x, impl):
         return _RMSNorm.apply(x, None, weight, eps)
+    if use_compiled(x, impl):
+        return compiled(rms_norm_reference)(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -199,5 +207,7 @@ def add_rms_norm(
     it norms it, and adds its gradient where it has that of the norm. `impl` as in dispatch.py."""
     if use_triton(x, impl):
         return _RMSNorm.apply(x, residual, weight, eps)
+    if use_compiled(x, impl):
+        return compiled(add_rms_norm_reference)(x, residual, weight, eps)
     h = residual + x
     return rms_norm(h, weight, eps, impl), h

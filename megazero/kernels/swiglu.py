@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .cached import cached_elements, keeps_slope
-from .dispatch import jit, tl, use_triton
+from .dispatch import compiled, jit, tl, use_compiled, use_triton
 from .rows import row_start, rows_of, statistics_dtype, tiles
 
 
@@ -126,6 +126,8 @@ def swiglu(x: Tensor, impl: str = "auto") -> Tensor:
     """x = [gate, up] [..., 2 ffn] -> [..., ffn] in x's dtype. `impl` as in dispatch.py."""
     if use_triton(x, impl):
         return _SwiGLU.apply(x)
+    if use_compiled(x, impl):
+        return compiled(swiglu_reference)(x)
     if x.requires_grad and keeps_slope(x):
         return _SwiGLUWithSlopes.apply(x)
     gate, up = x.chunk(2, dim=-1)
