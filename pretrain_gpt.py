@@ -27,7 +27,7 @@ from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import in_words_of, parse
-from megazero.flops import model_flops
+from megazero.flops import flops_per_token
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import OPS, Kernels, check_compiler, use_triton
 from megazero.loss_scale import make_loss_scaler
@@ -49,6 +49,7 @@ from megazero.pipe.trace import write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
 from megazero.precision import dtypes, residual_dtype
 from megazero.products import describe_products, products_of
+from megazero.profiling import Profile
 from megazero.resume import as_resumed, check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
@@ -194,7 +195,7 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
-        flops=model_flops(config.model, vocab=plan.vocab, batch=1, moe=config.moe) / config.model.seq_length,
+        flops=flops_per_token(config, plan.vocab),
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
     multiplied = describe_products(products, dtypes(config.precision).compute)
@@ -202,6 +203,9 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
     trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)
+    profile = Profile(config.logging, mesh.rank, metrics.say)
+    if profile.chosen:
+        trainer.around = profile.around
     if config.batch.skip_train:
         trainer.evaluate_all(progress)
     elif progress.iteration >= iterations:
@@ -210,6 +214,7 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
         progress = train(trainer, progress, iterations, config)
     if trace is not None:
         write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
+    profile.close(progress.iteration)
     if config.optimizer.overlap_grad_reduce and not config.batch.skip_train:
         metrics.overlap(progress.iteration, *early_buckets(trainer.machine.optimizer, mesh))
     metrics.close()

@@ -228,12 +228,21 @@ class LoggingConfig:
     log_validation_ppl_to_tensorboard: bool = flag(False, "perplexity of evaluations to TensorBoard")
     log_timers_to_tensorboard: bool = flag(False, "seconds of a step to TensorBoard")
     log_batch_size_to_tensorboard: bool = flag(False, "global batch size to TensorBoard")
-    log_throughput: bool = flag(False, "TFLOP/s per rank to TensorBoard")
+    log_throughput: bool = flag(False, "TFLOP/s per rank to TensorBoard; those by SC'21's formula there and here")
     log_params_norm: bool = flag(False, "L2 norm of all parameters, on steps that --log-interval prints")
     log_num_zeros_in_grad: bool = flag(False, "how many elements of the gradient are zero, on such steps")
+    profile: bool = flag(False, "trace some steps with torch's profiler, and print their ten costliest ops")
+    profile_step_start: int = flag(10, "first iteration that --profile traces", at_least=1)
+    profile_step_end: int = flag(12, "last iteration that it traces", at_least=1)
+    profile_ranks: tuple[int, ...] = flag((), "ranks that it traces; default: 0", at_least=0)
+    profile_dir: str = flag("profile", "folder of its Chrome traces, one per rank")
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if self.profile and self.profile_step_end < self.profile_step_start:
+            raise ValueError(
+                f"--profile-step-end {self.profile_step_end} is below --profile-step-start {self.profile_step_start}"
+            )
 
     def shows(self, iteration: int, last: int) -> bool:
         """Whether the console has a line for an iteration of a run that ends after `last`."""
@@ -394,6 +403,9 @@ def check_world(config: Config, world_size: int) -> None:
             f"--expert-model-parallel-size {degree} does not divide the {sharing} ranks of a stage that can share "
             f"experts (data {data_size}, tensor {tensor}, --expert-tensor-parallel-size {config.expert_tensor_size})"
         )
+    for rank in config.logging.profile_ranks:
+        if rank >= world_size:
+            raise ValueError(f"--profile-ranks {rank}: there are {world_size} ranks, counted from 0")
     for size in config.batch.sizes(data_size, config.model.seq_length).sizes:
         config.batch.micro_batches(data_size, size)
     config.batch.evaluation(data_size)

@@ -96,6 +96,7 @@ ACCEPTED = {
     "memory is left to Python and torch": "manual-gc manual-gc-interval= empty-unused-memory-level=",
     "the launcher's environment says it": "local-rank=",
     "there is one engine for any pipeline size": "no-pipeline-parallel",
+    "the profiler is torch's": "use-pytorch-profiler",
     "every schedule computes exactly the same": "enable-zbh1-exact-semantics",
     "experts are always multiplied as a group, and their rows moved by an uneven all-to-all": """moe-grouped-gemm
         moe-token-dispatcher-type= moe-flex-dispatcher-backend= moe-permute-fusion use-tutel moe-router-fusion
@@ -139,7 +140,6 @@ REFUSED = {
     "fetching data from a cloud": "aml-data-download-path",
     "leaving on a signal": "exit-signal-handler",
     "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
-    "profiling": "profile profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
     "memory and moments in TensorBoard": "log-memory-to-tensorboard log-optimizer-states-to-tensorboard",
     "another interval for TensorBoard": "tensorboard-log-interval",
 }
@@ -151,7 +151,6 @@ BESIDE = {
         rotary-scaling-factor mscale mscale-all-dim""",
     "mtp-num-layers": "mtp-loss-scaling-factor",
     "ds-sequence-parallel-fpdt": "ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading",
-    "profile": "profile-step-start profile-step-end profile-ranks use-pytorch-profiler",
     "wandb-project": "wandb-exp-name wandb-save-dir wandb-entity",
 }
 
@@ -177,6 +176,12 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "remote-device": {"none": {}},
     "tensorboard-log-interval": {"1": {}},
 }  # fmt: skip
+
+# Switches that one family follows by a word, which changes nothing.
+WORDS_OF_SWITCHES = {"profile": (["pt"], ["pt-full"])}
+
+# Fields that say something only beside --profile.
+PROFILE_FIELDS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
 
 # Fields that say something only of the loss scale, which is 1 without --fp16.
 LOSS_SCALE_FIELDS = (

@@ -25,6 +25,7 @@ from .flag_tables import (
     ANSWERED,
     LEADERS,
     LOSS_SCALE_FIELDS,
+    PROFILE_FIELDS,
     REFUSED,
     REFUSED_FLAGS,
     RENAMED,
@@ -32,6 +33,7 @@ from .flag_tables import (
     SETS,
     TEACHER_FIELDS,
     VALUES,
+    WORDS_OF_SWITCHES,
 )
 from .settings import Setting, flag_name, section_settings
 
@@ -284,7 +286,8 @@ def refusals(reading: Reading) -> list[str]:
 def field_value(flag: Given, setting: Setting) -> Any:
     """The value of a field from the words after its flag."""
     if setting.kind is bool:
-        flag.no_word()
+        if flag.words not in WORDS_OF_SWITCHES.get(flag.name, ()):
+            flag.no_word()
         return True
     if setting.many:
         words = flag.words if setting.kind is str else re.split(r"[,\s]+", " ".join(flag.words).strip(" ,'\""))
@@ -364,6 +367,8 @@ def notices(reading: Reading, values: Mapping[str, Any]) -> list[str]:
         reasons.setdefault(reason, []).append(typed)
     if not values.get("fp16"):
         reasons["the loss is scaled only with --fp16"] = said(reading, LOSS_SCALE_FIELDS)
+    if not values.get("profile"):
+        reasons["nothing is profiled without --profile"] = said(reading, PROFILE_FIELDS)
     if not (values.get("mos") or values.get("kd")):
         reasons["there is no teacher without --mos or --kd"] = said(reading, TEACHER_FIELDS)
     if max(values.get("num_experts", ()), default=1) <= 1:

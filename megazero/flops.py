@@ -5,8 +5,30 @@ A multiply and an add are two operations, and only matrix products count.
 
 from __future__ import annotations
 
-from .config import ModelConfig
+from typing import NamedTuple
+
+from .config import Config, ModelConfig
 from .config_moe import MoEConfig
+
+
+class Flops(NamedTuple):
+    """Of one token of training, all ranks together.
+
+    model     what the model needs, from its real shapes: over the machine's peak this gives MFU
+    hardware  by the formula of SC'21, with what recomputation adds; None where layers have experts, of which it says
+              nothing
+    """
+
+    model: float
+    hardware: float | None = None
+
+
+def flops_per_token(config: Config, vocab: int) -> Flops:
+    """Both counts for the model and recomputation of a run; `vocab` without padding."""
+    model, shape = config.model, {"vocab": vocab, "batch": 1}
+    recompute = config.recompute.recompute_granularity == "full"
+    hardware = None if config.moe.any else sc21_flops(model, **shape, recompute=recompute) / model.seq_length
+    return Flops(model_flops(model, **shape, moe=config.moe) / model.seq_length, hardware)
 
 
 def attention_flops(model: ModelConfig) -> float:

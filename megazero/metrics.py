@@ -17,6 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from .config import LoggingConfig
+from .flops import Flops
 
 Record = Mapping[str, float]
 
@@ -51,7 +52,8 @@ TAGS = {
     "consumed_tokens": "consumed-tokens",
     "seconds": "iteration-time",            # --log-timers-to-tensorboard
     "batch_size": "batch-size",             # --log-batch-size-to-tensorboard
-    "tflops": "throughput",                 # --log-throughput: TFLOP/s per rank
+    "tflops": "throughput",                 # --log-throughput: TFLOP/s per rank that the model needs,
+    "hardware_tflops": "throughput sc21",   # and by SC'21's formula, with recomputation
     "params_norm": "params-norm",           # --log-params-norm
     "num_zeros": "num-zeros",               # --log-num-zeros-in-grad
     "aux_loss": "load balancing loss",
@@ -74,16 +76,16 @@ class Metrics:
     iterations  of the whole run, for the console
     world       ranks that share the work
     writes      whether this is the rank that speaks
-    flops       model operations of one token, all ranks together
+    flops       operations of one token, all ranks together
 
     Raises ValueError, naming the flag, where a file or folder cannot be written.
     """
 
-    def __init__(self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool, flops: float) -> None:
+    def __init__(self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool, flops: Flops) -> None:
         self.writes = writes
         self._sinks: list[_Console | _Events | _Lines] = []
         if writes:
-            tflops = flops / world / 1e12
+            tflops = Flops(*(count and count / world / 1e12 for count in flops))
             self._sinks.append(_Console(logging, iterations, tflops))
             if logging.tensorboard_dir is not None:
                 self._sinks.append(_Events(logging, tflops))
@@ -127,8 +129,9 @@ class _Console:
     """A line every --log-interval iterations and after the last: figures of that iteration, times since the last
     line."""
 
-    def __init__(self, logging: LoggingConfig, iterations: int, tflops: float) -> None:
+    def __init__(self, logging: LoggingConfig, iterations: int, tflops: Flops) -> None:
         self.logging, self.iterations, self.tflops = logging, iterations, tflops
+        self.shows_hardware = logging.log_throughput and tflops.hardware is not None
         self._count, self._seconds, self._tokens = 0, 0.0, 0.0
 
     def train(self, record: Record) -> None:
@@ -138,7 +141,7 @@ class _Console:
         done = int(record["iteration"])
         if not self.logging.shows(done, self.iterations):
             return
-        seconds = self._seconds / self._count
+        seconds, rate = self._seconds / self._count, self._tokens / self._seconds
         fields = (
             f"iteration {done:>{len(str(self.iterations))}}/{self.iterations}",
             f"consumed samples {record['consumed_samples']}",
@@ -153,8 +156,9 @@ class _Console:
             *([f"loss scale {record['loss_scale']:g}"] if record["loss_scale"] != 1 else []),
             *(["skipped"] if record["skipped"] else []),
             f"{seconds:.3f} s/iteration",
-            f"{self._tokens / self._seconds:.0f} tokens/s",
-            f"{self.tflops * self._tokens / self._seconds:.3g} TFLOP/s per rank",
+            f"{rate:.0f} tokens/s",
+            f"{self.tflops.model * rate:.3g} TFLOP/s per rank",
+            *([f"{self.tflops.hardware * rate:.3g} by SC'21"] if self.shows_hardware else []),
         )
         print(" | ".join(fields), flush=True)
         self._count, self._seconds, self._tokens = 0, 0.0, 0.0
@@ -173,7 +177,7 @@ class _Console:
 class _Events:
     """TensorBoard. After a resume, what an earlier process wrote of later iterations is struck out."""
 
-    def __init__(self, logging: LoggingConfig, tflops: float) -> None:
+    def __init__(self, logging: LoggingConfig, tflops: Flops) -> None:
         self.logging, self.tflops = logging, tflops
         self._begun = False
         self._consumed = 0
@@ -194,7 +198,9 @@ class _Events:
         if self.logging.log_batch_size_to_tensorboard and self._begun:
             values["batch_size"] = record["consumed_samples"] - self._consumed
         if self.logging.log_throughput:
-            values["tflops"] = self.tflops * record["tokens_per_second"]
+            values["tflops"] = self.tflops.model * record["tokens_per_second"]
+            if self.tflops.hardware is not None:
+                values["hardware_tflops"] = self.tflops.hardware * record["tokens_per_second"]
         self._add({TAGS[key]: value for key, value in values.items()}, done)
         self._begun, self._consumed = True, record["consumed_samples"]
 
@@ -269,6 +275,8 @@ def check_places(logging: LoggingConfig) -> None:
         check_folder("--tensorboard-dir", Path(logging.tensorboard_dir))
     if logging.trace_pipeline is not None:
         check_folder("--trace-pipeline", Path(logging.trace_pipeline))
+    if logging.profile:
+        check_folder("--profile-dir", Path(logging.profile_dir))
     if logging.metrics_jsonl is not None:
         path = Path(logging.metrics_jsonl)
         if path.is_dir():

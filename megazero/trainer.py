@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -158,6 +159,7 @@ class Trainer:
         self.machine, self.feeds, self.schedules = machine, feeds, schedules
         self.batch, self.logging, self.metrics, self.saver = batch, logging, metrics, saver
         self.seq_length = feeds["train"].loader.samples.seq_length
+        self.around: Callable[[int], AbstractContextManager] = nullcontext   # of the step of an iteration
         self._last = 0                                      # iteration after which training ends
         self._unread: _Step | None = None
 
@@ -169,7 +171,9 @@ class Trainer:
         started, start = time.monotonic(), progress
         leaving, self._last = False, iterations
         while progress.iteration < iterations and not leaving:
-            is_first, progress = progress is start, self._step(progress)
+            is_first = progress is start
+            with self.around(progress.iteration + 1):
+                progress = self._step(progress)
             if is_first:
                 self.metrics.say(peak_memory(self.machine.mesh))
             self.saver.poll()

@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megazero.config import LoggingConfig, ModelConfig
-from megazero.flops import layer_flops, model_flops, sc21_flops
+from megazero.config import Config, LoggingConfig, ModelConfig, RecomputeConfig
+from megazero.config_data import BatchConfig
+from megazero.config_moe import MoEConfig
+from megazero.config_schedule import ScheduleConfig
+from megazero.flops import Flops, flops_per_token, layer_flops, model_flops, sc21_flops
 from megazero.metrics import (
     TAGS,
     TRAIN_KEYS,
@@ -38,7 +41,7 @@ EXPERTS = {
 def make(tmp_path, *, writes=True, iterations=10, **logging):
     places = {"metrics_jsonl": str(tmp_path / "run" / "m.jsonl"), "tensorboard_dir": str(tmp_path / "run" / "tb")}
     config = LoggingConfig(**({"log_interval": 5} | places | logging))
-    return Metrics(config, iterations=iterations, world=4, writes=writes, flops=2.5e12 * 4 / 512)
+    return Metrics(config, iterations=iterations, world=4, writes=writes, flops=Flops(2.5e12 * 4 / 512, 4e12 * 4 / 512))
 
 
 def lines_of(tmp_path):
@@ -60,6 +63,11 @@ def test_one_line_per_interval_and_after_the_last_iteration(tmp_path, capsys):
         "iteration 10/12 | consumed samples 80 | consumed tokens 1280 | lm loss 0.100000 | grad norm 0.5000 | "
         "learning rate 1.0000e-04 | 0.800 s/iteration | 512 tokens/s | 2.5 TFLOP/s per rank"
     )
+
+
+def test_operations_by_the_formula_of_sc21_stand_beside_those_of_the_model_on_request(tmp_path, capsys):
+    make(tmp_path, log_throughput=True).train(record(5))
+    assert capsys.readouterr().out.endswith("| 512 tokens/s | 2.5 TFLOP/s per rank | 4 by SC'21\n")
 
 
 def test_loss_scale_and_skips_show_only_where_there_are_any(tmp_path, capsys):
@@ -165,6 +173,7 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
     assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
     assert found["params-norm"] == [(2, 8.0)] and found["num-zeros"] == [(2, 5.0)]
     assert found["batch-size"] == [(2, 8.0)] and found["throughput"] == [(1, 2.5), (2, 2.5)]
+    assert found["throughput sc21"] == [(1, 4.0), (2, 4.0)]
 
 
 def test_what_was_not_asked_for_is_not_written(tmp_path):
@@ -235,6 +244,18 @@ def test_operations_equal_the_closed_form_for_any_gpt():
         model = gpt(layers, h, 4, seq_length=s)
         closed = 72 * 3 * s * layers * h**2 * (1 + s / (12 * h) + vocab / (12 * layers * h))
         assert model_flops(model, vocab=vocab, batch=3) == pytest.approx(closed, rel=1e-14)
+
+
+def test_a_run_counts_what_it_recomputes_beside_what_its_model_needs():
+    def counted(**sections):
+        batch = BatchConfig(micro_batch_size=1, train_iters=1)
+        return flops_per_token(Config(model=GPT_1B, batch=batch, schedule=ScheduleConfig(lr=1.0), **sections), 50304)
+
+    token = 512 * 2048
+    full = counted(recompute=RecomputeConfig(recompute_granularity="full", recompute_method="uniform"))
+    assert full == pytest.approx((8.88131e15 / token, 1.24701e16 / token), rel=5e-6)
+    assert counted() == pytest.approx((8.88131e15 / token, 9.51462e15 / token), rel=5e-6)
+    assert counted(moe=MoEConfig(num_experts=(8,))).hardware is None
 
 
 def test_operations_follow_grouped_heads_and_gates():
