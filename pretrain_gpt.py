@@ -188,9 +188,9 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
-    connect(world, device, backend, timeout_minutes=config.parallel.distributed_timeout_minutes)
-    products = products_of(device)
-    mesh = open_mesh(plan.topology, device, products)
+    minutes, products = config.parallel.distributed_timeout_minutes, products_of(device)
+    connect(world, device, backend, timeout_minutes=minutes)
+    mesh = open_mesh(plan.topology, device, products, timeout_minutes=minutes)
     check_same_everywhere(plan, mesh)
     iterations = plan.iterations
     metrics = Metrics(

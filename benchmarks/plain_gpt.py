@@ -46,11 +46,15 @@ class PlainGPT(nn.Module):
         self.norm = nn.LayerNorm(model.hidden_size)
         self.head = nn.Linear(model.hidden_size, vocab, bias=False)
 
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor) -> Tensor:
+        """[batch, seq] -> [batch, seq, vocab]."""
         x = self.word(tokens) + self.position
         for block in self.blocks:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).flatten(0, 1), labels.flatten())
 
 
 def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
@@ -70,11 +74,12 @@ def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
 
 
 def our_machine(
-    model: ModelConfig, vocab: int, zero: Zero, *, ranks: int, dtype: torch.dtype = torch.float32,
-    products: Products = Products(), kernels: Kernels = Kernels(),
+    model: ModelConfig, vocab: int, zero: Zero, *, ranks: int = 1, topology: Topology | None = None,
+    dtype: torch.dtype = torch.float32, products: Products = Products(), kernels: Kernels = Kernels(),
 ) -> Machine:
-    """The engine and the optimizer as the trainer has them, parameters in `dtype`."""
+    """The engine and the optimizer as the trainer has them, parameters in `dtype`, over so many data ranks or another
+    topology."""
     layers = gpt_layers(GPTSetup(model, vocab, torch.float32, kernels=kernels))
     optimizer = OptimizerConfig(adam_eps=1e-8)
     setup = Setup(Dtypes(dtype, torch.float32), optimizer, zero)
-    return assemble(layers, open_mesh(Topology(data=ranks), products=products), setup)
+    return assemble(layers, open_mesh(topology or Topology(data=ranks), products=products), setup)

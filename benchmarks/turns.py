@@ -11,10 +11,11 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -58,19 +59,22 @@ def median_ratio(above: Iterable[float], below: Iterable[float]) -> float:
 
 
 def take_turns(
-    build: Build, names: Sequence[str], args: Namespace, *, ranks: int = 1, threads: int, rounds: int
+    build: Build, names: Sequence[str], args: Namespace, *, ranks: int = 1, threads: int, rounds: int,
+    own: Mapping[str, tuple[int, int]] = MappingProxyType({}),
 ) -> dict[str, Turns]:
-    """Rounds in which each contender has one turn, another one first each time."""
+    """Rounds in which each contender has one turn, another one first each time. `own` has ranks and threads of those
+    that have others."""
     start = multiprocessing.get_context("forkserver")       # that has torch, and computes nothing
     start.set_forkserver_preload(["torch"])
     lines: dict[str, list[Connection]] = {name: [] for name in names}
     found: dict[str, Turns] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, name in enumerate(names):
-            for rank in range(ranks):
+            size, each = own.get(name, (ranks, threads))
+            for rank in range(size):
                 here, there = start.Pipe()
-                place = (str(Path(folder, str(number))), rank, ranks)
-                start.Process(target=_serve, args=(build, name, args, threads, place, there), daemon=True).start()
+                place = (str(Path(folder, str(number))), rank, size)
+                start.Process(target=_serve, args=(build, name, args, each, place, there), daemon=True).start()
                 there.close()
                 lines[name].append(here)
             told = [_hear(line, name) for line in lines[name]]      # before the next one: building takes memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..products import Products
 from .meeting import agree_on_meeting
+from .shared_memory import SharedMemory
 from .topology import Topology
 from .weights import WeightQueue
 
@@ -41,12 +42,16 @@ class World:
 
 @dataclass(frozen=True)
 class Group:
-    """Some ranks in order, and this rank's place among them."""
+    """Some ranks in order, and this rank's place among them.
+
+    memory  through which they hand each other tensors where they are on one host; None: by messages alone
+    """
 
     axis: str
     ranks: tuple[int, ...] = (0,)
     index: int = 0
     handle: Any = None          # None for a group of one, and on paper
+    memory: SharedMemory | None = field(default=None, compare=False)
 
     @property
     def size(self) -> int:
@@ -123,10 +128,12 @@ def disconnect() -> None:
 
 
 def open_mesh(
-    topology: Topology, device: torch.device = torch.device("cpu"), products: Products = Products()
+    topology: Topology, device: torch.device = torch.device("cpu"), products: Products = Products(), *,
+    timeout_minutes: float = 10,
 ) -> Mesh:
     """Make this rank's groups. With one rank nothing is made and no rendezvous is needed. `products` is how the layers
-    that are built for the mesh multiply.
+    that are built for the mesh multiply. Tensor ranks on CPUs share memory where they can; for so long one waits there
+    for another.
 
     Raises ValueError where the number of started processes is not the topology's.
     """
@@ -135,7 +142,11 @@ def open_mesh(
     rank = dist.get_rank()
     if dist.get_world_size() != topology.world:
         raise ValueError(f"{topology} needs {topology.world} ranks, {dist.get_world_size()} were started")
-    return _mesh(topology, rank, device, new_group, products)
+    mesh = _mesh(topology, rank, device, new_group, products)
+    if device.type != "cpu" or topology.tensor == 1:
+        return mesh
+    tensor = replace(mesh.tensor, memory=SharedMemory(mesh.tensor.index, 60 * timeout_minutes))
+    return replace(mesh, tensor=tensor)
 
 
 def _mesh(
