@@ -47,8 +47,9 @@ WIDE = ADDS | {"num_warps": 16}         # the widest rows that are one block: ro
 TILE = {"BLOCK": 1024, "WIDE": FP32, "num_warps": 4}
 GELU = TILE | {"BIASED": True}
 HEAD = {"BLOCK_HEADS": 16, "BLOCK_HALF": 64, "BLOCK_REST": 0, "x_stride": 1, "y_stride": 1, "num_warps": 4}
-CAUSAL = {"CAUSAL": True, "MASKED": False, "x_key_stride": 1, "dy_key_stride": 1}
-MASKED = {"CAUSAL": False, "MASKED": True, "x_key_stride": 1, "mask_key_stride": 1}
+KEYS = {"WINDOWED": False, "SINK": False, "x_key_stride": 1, "dy_key_stride": 1}
+CAUSAL = {"CAUSAL": True, "MASKED": False, **KEYS}
+MASKED = {"CAUSAL": False, "MASKED": True, "mask_key_stride": 1, **KEYS}
 STATE = {"BLOCK": 1024, "STATISTICS": FP32, "FACTOR": True, "num_warps": 4}
 VOCAB = {"BLOCK": 4096, "STATISTICS": FP32, "num_warps": 8}
 MEANS = "mean rstd mean_g mean_gx dw db"
@@ -90,6 +91,8 @@ CASES = (
          **TILE),
     case("softmax", "_forward", "whole rows, causal", least=4, fp32="top total", **WHOLE, **CAUSAL),
     case("softmax", "_forward", "whole rows, masked", least=5, fp32="top total", **WHOLE, **MASKED),
+    case("softmax", "_forward", "whole rows, with a sink", least=4, fp32="top total sink", cached="sink", **WHOLE,
+         **CAUSAL | {"SINK": True}),
     case("softmax", "_backward", "whole rows, causal", least=6, fp32="dot", **WHOLE, **CAUSAL),
     case("softmax", "_forward", "long rows, causal", least=4, fp32="top total", **LONG, **CAUSAL),
     case("softmax", "_moments", "long rows, causal", least=2, fp32="top total", **LONG, **CAUSAL),

@@ -13,15 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention_core import attention_core
+from .attention_core import Rule, attention_core
 from .config import ModelConfig
 from .data.batch import MicroBatch
 from .kernels.dispatch import Kernels
 from .kernels.rotary import rotary_
 from .parallel.groups import Mesh
 from .parallel.layers import ColumnParallelLinear, Norm, RowParallelLinear
-from .parallel.params import Initial
+from .parallel.params import Initial, declare
 from .parallel.random import draw_seed, recompute, seed_generator
+from .parallel.shard import ShardSpec
 
 
 class Attention(nn.Module):
@@ -39,6 +40,7 @@ class Attention(nn.Module):
         self.head_dim, self.queries = model.head_dim, model.queries_per_group
         self.dropout, self.kernels, self.products = model.attention_dropout, kernels, mesh.weights.products
         self.divisor = layer + 1.0 if model.apply_query_key_layer_scaling else None
+        self.window, self.softmax_type = model.windows[layer], model.softmax_type
         self.rotary = Rotary(model, kernels.impl("rotary")) if model.position_embedding_type == "rope" else None
         fused = (model.query_groups, self.queries + 2, self.head_dim)
         initial = Initial(model.init_method_std)
@@ -50,6 +52,9 @@ class Attention(nn.Module):
         self.out = RowParallelLinear(
             heads, model.hidden_size, mesh, initial=scaled, bias=model.bias, dtype=dtype, adds_bias=adds_bias
         )
+        spec = ShardSpec((model.num_attention_heads,), ("tensor",))
+        learned = model.softmax_type == "learnable"
+        self.sink = declare(self, "sink", spec, mesh.topology, initial=initial, dtype=dtype) if learned else None
         self.q_norm = self.k_norm = None
         if model.qk_layernorm:
             norm = partial(
@@ -83,7 +88,9 @@ class Attention(nn.Module):
         if batch.draw is not None and probability:
             seed_generator(q.device, draw_seed(batch.draw, self.layer, "attention", self.group.index))
         mask = document_mask(batch.documents, q.shape[2])
-        core = partial(attention_core, mask=mask, dropout=probability, kernels=self.kernels, divisor=self.divisor)
+        sink = q.new_zeros(q.shape[1]) if self.softmax_type == "off-by-one" else self.sink
+        rule = Rule(self.window, sink, self.divisor)
+        core = partial(attention_core, mask=mask, dropout=probability, kernels=self.kernels, rule=rule)
         y = self.products.call(core, q, k, v)
         return y.transpose(1, 2).flatten(2).transpose(0, 1)
 

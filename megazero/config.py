@@ -8,6 +8,7 @@ A broken rule is a ValueError that names the value, the bound and the flag, long
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import MISSING, asdict, dataclass, field, replace
 from math import gcd
 from typing import Literal, get_type_hints
@@ -15,7 +16,7 @@ from typing import Literal, get_type_hints
 from .config_checkpoint import CheckpointConfig
 from .config_data import BatchConfig, DataConfig
 from .config_distill import DistillConfig
-from .config_moe import MoEConfig
+from .config_moe import MoEConfig, layer_pattern
 from .config_parallel import ParallelConfig
 from .config_precision import PrecisionConfig
 from .config_schedule import DeepSpeedScheduleConfig, ScheduleConfig, check_schedule
@@ -56,6 +57,11 @@ class ModelConfig:
     attention_dropout: float = flag(0.1, "dropout of attention probabilities", at_least=0, below=1)
     hidden_dropout: float = flag(0.1, "dropout of the embedding and of the residual branches", at_least=0, below=1)
     apply_query_key_layer_scaling: bool = flag(False, "divide scores by the layer's number until the softmax, for fp16")
+    window_size: str | None = flag(None, "L,R: a query sees L keys before its own (-1: all) and none after it, R 0")
+    window_attn_skip_freq: str | None = flag(None, "N: every N-th layer sees all; or a list, 1: window, 0: all")
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = flag(
+        "vanilla", "a head may attend to nothing: off-by-one: by a score of 0; learnable: by a learned one"
+    )
     init_method_std: float = flag(0.02, "standard deviation of initial weights", at_least=0)
     label_smoothing: float = flag(0.0, "probability spread over the whole vocabulary in the loss", at_least=0, below=1)
 
@@ -80,6 +86,7 @@ class ModelConfig:
                 f"--hidden-size {self.hidden_size} is too small for the default width of swiglu: give --ffn-hidden-size"
             )
         self._check_positions()
+        self._check_window()
 
     def _check_positions(self) -> None:
         if self.position_embedding_type == "rope" and (self.rotary_dim < 2 or self.rotary_dim % 2):
@@ -96,6 +103,34 @@ class ModelConfig:
                 f"--rope-high-freq-factor {self.rope_high_freq_factor} must be above "
                 f"--rope-low-freq-factor {self.rope_low_freq_factor}"
             )
+
+    def _check_window(self) -> None:
+        if self.window_size is not None:
+            sides = re.fullmatch(r"[\[(]?\s*(-?\d+)\s*,\s*(-?\d+)\s*[\])]?", self.window_size.strip(" '\""))
+            if sides is None or int(sides[1]) < -1:
+                raise ValueError(f"--window-size {self.window_size}: must be two whole numbers L,R of at least -1")
+            if int(sides[2]) not in (-1, 0):
+                raise ValueError(f"--window-size {self.window_size}: R must be 0 (or -1), for no query looks ahead")
+        elif self.window_attn_skip_freq is not None:
+            raise ValueError(f"--window-attn-skip-freq {self.window_attn_skip_freq} needs --window-size")
+        self.windows  # noqa: B018
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Of each layer the keys before its own that a query sees; None: all of them."""
+        left = -1 if self.window_size is None else int(self.window_size.strip(" '\"[(").partition(",")[0])
+        if self.window_attn_skip_freq is None:
+            windowed = (True,) * self.num_layers
+        elif self.window_attn_skip_freq.isdecimal() and int(self.window_attn_skip_freq):
+            windowed = tuple((layer + 1) % int(self.window_attn_skip_freq) > 0 for layer in range(self.num_layers))
+        else:
+            windowed = layer_pattern(self.window_attn_skip_freq, self.num_layers, "--window-attn-skip-freq")
+        return tuple(left if here and left >= 0 else None for here in windowed)
+
+    @property
+    def sinks(self) -> bool:
+        """Whether a head may attend to nothing."""
+        return self.softmax_type != "vanilla"
 
     @property
     def head_dim(self) -> int:
@@ -312,16 +347,19 @@ class Config:
         check_schedule(self.batch, self.schedule, self.deepspeed_schedule)
         self.batch.sizes(1, self.model.seq_length)
         chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
-        if self.model.apply_query_key_layer_scaling and self.run.attention == "sdpa":
-            raise ValueError(
-                f"--attention-backend {self.run.attention_backend} has no --apply-query-key-layer-scaling: "
-                "auto and unfused have"
-            )
         if self.recompute.loss_chunk_size and self.distill.asked:
             raise ValueError(
                 f"--loss-chunk-size {self.recompute.loss_chunk_size} goes without --kd and --mos: the teacher's logits "
                 "are whole, and the student's are compared with them"
             )
+        beyond = {
+            "--apply-query-key-layer-scaling": self.model.apply_query_key_layer_scaling,
+            f"--softmax-type {self.model.softmax_type}": self.model.sinks,
+        }
+        for name, is_asked in beyond.items():
+            if is_asked and self.run.attention == "sdpa":
+                backend = self.run.attention_backend
+                raise ValueError(f"--attention-backend {backend} has no {name}: auto and unfused have")
         if chunk is not None and chunk > layers:
             raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")
 

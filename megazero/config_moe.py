@@ -263,9 +263,10 @@ class MoEConfig:
         return tuple(max(1, next(each)) if has else 1 for has in with_experts)
 
 
-def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
-    """Megatron-LM's --moe-layer-freq: N, or a list of 0 and 1 in Python's notation with + and * between lists."""
-    wrong = ValueError(f"--moe-layer-freq {text}: must be a number of at least 1, or a list such as ([0]*1+[1]*1)*12")
+def layer_pattern(text: str, num_layers: int, flag: str = "--moe-layer-freq") -> tuple[bool, ...]:
+    """Megatron-LM's patterns: N, every N-th layer from the first on, or a list of 0 and 1 in Python's notation with +
+    and * between lists."""
+    wrong = ValueError(f"{flag} {text}: must be a number of at least 1, or a list such as ([0]*1+[1]*1)*12")
     try:
         value = _pattern_value(ast.parse(text.strip(" '\""), mode="eval").body)
     except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError) as cause:
@@ -275,7 +276,7 @@ def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:
             raise wrong
         return tuple(layer % value == 0 for layer in range(num_layers))
     if len(value) != num_layers:
-        raise ValueError(f"--moe-layer-freq {text} has {len(value)} entries, and --num-layers is {num_layers}")
+        raise ValueError(f"{flag} {text} has {len(value)} entries, and --num-layers is {num_layers}")
     return tuple(entry == 1 for entry in value)
 
 

@@ -127,7 +127,6 @@ REFUSED = {
     "Megatron's old Switch layers": "num-experts-switch",
     "multi-head latent attention": """multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim
         v-head-dim rotary-scaling-factor mscale mscale-all-dim rope-type""",
-    "other attention": "softmax-type window-size window-attn-skip-freq",
     "other feed-forward layers": "quick-geglu glu-linear-offset activation-func-clamp-value",
     "cutting a layer into tiles or parts": "memory-centric-tiled-linear split-transformers",
     "multi-token prediction": "mtp-num-layers mtp-loss-scaling-factor",
@@ -168,7 +167,6 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "megatron-fsdp-grad-comm-dtype": {"auto": {}, "fp32": {}, "bf16": {"grad_reduce_in_bf16": True}},
     "megatron-fsdp-main-grads-dtype": {"auto": {}, "fp32": {}},
     "rope-type": {"rope": {}},
-    "softmax-type": {"vanilla": {}},
     "glu-linear-offset": {"0": {}},
     "mtp-num-layers": {"0": {}},
     "recompute-modules": {"core_attn": {}},

@@ -31,12 +31,15 @@ def flops_per_token(config: Config, vocab: int) -> Flops:
     return Flops(model_flops(model, **shape, moe=config.moe) / model.seq_length, hardware)
 
 
-def attention_flops(model: ModelConfig) -> float:
-    """Of the attention of one layer for one token, forward, under the causal mask: on average half of the sequence."""
+def attention_flops(model: ModelConfig, window: int | None = None) -> float:
+    """Of the attention of one layer for one token, forward, under the causal mask: on average half of the sequence, in
+    a window of w keys with the own one w (1 - w / 2 s)."""
     h, d = model.hidden_size, model.head_dim
     queries, groups = model.num_attention_heads, model.query_groups
     projections = 2 * h * d * (queries + 2 * groups) + 2 * queries * d * h
-    return projections + 2 * 2 * model.seq_length * queries * d / 2
+    s = model.seq_length
+    w = s if window is None else min(window + 1, s)
+    return projections + 2 * 2 * queries * d * w * (1 - w / (2 * s))
 
 
 def mlp_flops(model: ModelConfig, ffn: int) -> float:
@@ -55,9 +58,12 @@ def moe_flops(model: ModelConfig, moe: MoEConfig, experts: int) -> float:
     return moe.topk * mlp_flops(model, moe.moe_ffn_hidden_size or model.ffn) + 2 * h * experts + beside
 
 
-def layer_flops(model: ModelConfig, experts: int = 1, moe: MoEConfig = MoEConfig()) -> float:
+def layer_flops(
+    model: ModelConfig, experts: int = 1, moe: MoEConfig = MoEConfig(), *, window: int | None = None
+) -> float:
     """Of one transformer layer for one token, forward."""
-    return attention_flops(model) + (mlp_flops(model, model.ffn) if experts == 1 else moe_flops(model, moe, experts))
+    ffn = mlp_flops(model, model.ffn) if experts == 1 else moe_flops(model, moe, experts)
+    return attention_flops(model, window) + ffn
 
 
 def model_flops(model: ModelConfig, *, vocab: int, batch: int, moe: MoEConfig = MoEConfig()) -> float:
@@ -66,7 +72,8 @@ def model_flops(model: ModelConfig, *, vocab: int, batch: int, moe: MoEConfig = 
     Recomputation is not counted, so this gives MFU. For a GPT it is 72 B s l h^2 (1 + s/(12 h) + V/(12 l h)). An MoE
     layer counts its topk experts, its router, and what stands beside them; tokens that are dropped count as if not.
     """
-    layers = sum(layer_flops(model, experts, moe) for experts in moe.experts_of_layers(model.num_layers))
+    each = zip(moe.experts_of_layers(model.num_layers), model.windows, strict=True)
+    layers = sum(layer_flops(model, experts, moe, window=window) for experts, window in each)
     return 3.0 * batch * model.seq_length * (layers + 2 * model.hidden_size * vocab)
 
 

@@ -231,8 +231,8 @@ def _rotary_model(keys: Keys, *, theta: float = 10000.0, head_dim: int | None = 
 
 
 def _no_window(keys: Keys) -> None:
-    """Refuse attention that does not reach back to the beginning."""
-    reason = "attention always reaches back to the beginning"
+    """Refuse windows, which are trained with (--window-size) but neither read nor written."""
+    reason = "sliding windows are not read from Hugging Face folders"
     keys.taken |= {"sliding_window", "layer_types"}
     windows = keys.values.get("use_sliding_window")
     keys.expect("use_sliding_window", False, None, reason=reason)
@@ -283,6 +283,7 @@ ARCHITECTURES = {
 
 def family_of(model: ModelConfig, experts: Experts | None = None) -> str:
     """The family that can hold this model. ValueError with the flag that none of them knows."""
+    _check(model, {"window_size": None, "softmax_type": "vanilla"}, "every family that is written")
     if model.position_embedding_type == "learned_absolute":
         wanted = {
             "normalization": "LayerNorm", "disable_bias_linear": False, "qk_layernorm": False,

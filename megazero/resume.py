@@ -39,6 +39,8 @@ MODEL_FIELDS = frozenset(
         "disable_bias_linear",
         "add_qkv_bias",
         "qk_layernorm",
+        "window_size",
+        "softmax_type",
         "untie_embeddings_and_output_weights",
         "num_experts",
         "mlp_type",
@@ -84,6 +86,8 @@ def effective_model(model: ModelConfig) -> dict[str, Any]:
         "group_query_attention": model.query_groups < model.num_attention_heads,
         "max_position_embeddings": model.positions,
         "add_qkv_bias": model.qkv_bias,
+        "window_size": model.windows,
+        "window_attn_skip_freq": None,
     }
     return asdict(model) | filled
 

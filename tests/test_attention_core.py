@@ -1,12 +1,13 @@
 """Attention in three steps is torch's fused attention, and does what that does not."""
 
+import itertools
 import math
 
 import pytest
 import torch
 
 from megazero.attention import document_mask
-from megazero.attention_core import attention_core
+from megazero.attention_core import Rule, attention_core
 from megazero.kernels import dispatch
 from megazero.kernels.dispatch import Kernels
 from tests.test_attention import MODELS, batch_of, gpt, tokens_with_eod_at
@@ -31,26 +32,43 @@ def values(inputs, mask, upstream, **how):
     return [y.detach(), *(leaf.grad for leaf in leaves)]
 
 
+DOCUMENTS = document_mask(torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [2, 0]]), 7)
+
+
 @pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.impl("softmax"))
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (3, 1)])
 def test_three_steps_are_the_fused_op(heads, groups, kernels):
-    """fp64, forward and backward, causal and with documents, with and without a divisor of scores."""
+    """fp64, forward and backward, causal and with documents, with and without a divisor of scores and a window."""
     inputs, upstream = problem(heads, groups)
-    documents = document_mask(torch.tensor([[0, 0], [0, 0], [1, 0], [1, 0], [1, 0], [2, 0]]), 7)
-    for mask in (None, documents):
-        expected = values(inputs, mask, upstream, kernels=Kernels(attention="sdpa"))
-        for divisor in (None, 5.0):
-            found = values(inputs, mask, upstream, kernels=kernels, divisor=divisor)
+    for mask, window in ((None, None), (DOCUMENTS, None), (None, 0), (None, 2), (DOCUMENTS, 2)):
+        expected = values(inputs, mask, upstream, kernels=Kernels(attention="sdpa"), rule=Rule(window))
+        for divisor in (None, 5.0) if window is None else (None,):
+            found = values(inputs, mask, upstream, kernels=kernels, rule=Rule(window, divisor=divisor))
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kernels", BACKENDS, ids=lambda kernels: kernels.impl("softmax"))
+def test_a_window_hides_what_is_before_it_and_a_sink_is_a_key_without_value(kernels):
+    """Against a softmax over the scores of the seen keys and the sink's, written out; query by query, head by head."""
+    (q, k, v), _ = problem(4, 2)
+    sink = torch.tensor([0.0, 1.0, -1.0, 3.0], dtype=torch.float64)
+    for mask, window in ((None, None), (None, 2), (DOCUMENTS, 1)):
+        y = attention_core(q, k, v, mask, dropout=0.0, kernels=kernels, rule=Rule(window, sink, 5.0))
+        for sample, head, at in itertools.product(range(2), range(4), range(7)):
+            first = 0 if window is None else max(0, at - window)
+            seen = [n for n in range(first, at + 1) if mask is None or mask[sample, 0, at, n]]
+            scores = torch.stack([q[sample, head, at].dot(k[sample, head // 2, n]) / math.sqrt(8) for n in seen])
+            share = torch.cat((scores, sink[head : head + 1])).softmax(0)[:-1]
+            torch.testing.assert_close(y[sample, head, at], share @ v[sample, head // 2, seen], rtol=1e-12, atol=1e-12)
 
 
 def test_auto_is_the_fused_op_where_it_serves():
     """The same bits; with a divisor, those of three steps."""
     inputs, upstream = problem(4, 2, torch.float32)
     for divisor, other in ((None, Kernels(attention="sdpa")), (3.0, UNFUSED)):
-        found = values(inputs, None, upstream, kernels=Kernels("torch"), divisor=divisor)
-        expected = values(inputs, None, upstream, kernels=other, divisor=divisor)
+        found = values(inputs, None, upstream, kernels=Kernels("torch"), rule=Rule(divisor=divisor))
+        expected = values(inputs, None, upstream, kernels=other, rule=Rule(divisor=divisor))
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -61,7 +79,7 @@ def test_a_divisor_keeps_scores_within_fp16():
     wide = attention_core(*(t.double() for t in inputs), None, dropout=0.0, kernels=Kernels(attention="sdpa"))
     assert values(inputs, None, upstream, kernels=UNFUSED)[0].isnan().any()
     for kernels in BACKENDS:
-        found = attention_core(*inputs, None, dropout=0.0, kernels=kernels, divisor=24.0)
+        found = attention_core(*inputs, None, dropout=0.0, kernels=kernels, rule=Rule(divisor=24.0))
         torch.testing.assert_close(found.double(), wide, rtol=1e-2, atol=1e-2)
 
 

@@ -105,7 +105,29 @@ MODEL_FAULTS = [
     ({"use_rope_scaling": True}, "--use-rope-scaling needs --position-embedding-type rope, not learned_absolute"),
     ({"rope_high_freq_factor": 1.0}, "--rope-high-freq-factor 1.0 must be above --rope-low-freq-factor 1.0"),
     ({"hidden_size": 16, "activation": "swiglu"}, "--hidden-size 16 is too small"),
+    ({"window_size": "4"}, "--window-size 4: must be two whole numbers L,R"),
+    ({"window_size": "-2,0"}, "--window-size -2,0: must be two whole numbers L,R of at least -1"),
+    ({"window_size": "4,4"}, "--window-size 4,4: R must be 0 (or -1), for no query looks ahead"),
+    ({"window_attn_skip_freq": "2"}, "--window-attn-skip-freq 2 needs --window-size"),
+    ({"window_size": "4,0", "window_attn_skip_freq": "[1,0]"}, "--window-attn-skip-freq [1,0] has 2 entries"),
+    ({"window_size": "4,0", "window_attn_skip_freq": "0"}, "--window-attn-skip-freq 0: must be a number of at least 1"),
 ]
+
+
+def test_windows_are_those_of_megatron():
+    """--window-attn-skip-freq N: every N-th layer sees all; in a list 1 is a window."""
+    def windows(size, skip=None):
+        return model(window_size=size, window_attn_skip_freq=skip).windows
+
+    assert model().windows == windows("-1,0") == (None,) * 4
+    assert windows("128,0") == windows("(128, -1)") == windows("[128,0]") == (128,) * 4
+    assert windows("0,0", "2") == (0, None, 0, None) and windows("3,0", "1") == (None,) * 4
+    assert windows("3,0", "([1]*1+[0]*1)*2") == (3, None, 3, None)
+
+
+def test_a_sink_is_not_for_the_fused_op():
+    with pytest.raises(ValueError, match="--attention-backend flash has no --softmax-type off-by-one: auto and unfus"):
+        config({"softmax_type": "off-by-one"}, run=RunConfig(attention_backend="flash"))
 
 
 @pytest.mark.parametrize(("changes", "message"), MODEL_FAULTS)

@@ -258,6 +258,19 @@ def test_a_run_counts_what_it_recomputes_beside_what_its_model_needs():
     assert counted(moe=MoEConfig(num_experts=(8,))).hardware is None
 
 
+def test_operations_of_a_window_are_those_of_the_keys_that_are_seen():
+    """Over a sequence of s, w keys at most: s w (1 - w / 2 s) pairs, s^2 / 2 where nothing is hidden."""
+    def core(**changes):
+        return model_flops(gpt(2, 64, 4, seq_length=16, **changes), vocab=97, batch=1) - model_flops(
+            gpt(2, 64, 4, seq_length=16, window_size="0,0"), vocab=97, batch=1
+        )
+
+    whole, own = 2 * 3 * 4 * 64 * 16**2 / 2, 2 * 3 * 4 * 64 * (16 - 0.5)
+    assert core() == core(window_size="15,0") == core(window_size="99,0") == whole - own
+    assert core(window_size="3,0") == 2 * 3 * 4 * 64 * 16 * 4 * (1 - 4 / 32) - own
+    assert core(window_size="0,0", window_attn_skip_freq="2") == (whole - own) / 2
+
+
 def test_operations_follow_grouped_heads_and_gates():
     """Llama-3-8B's shape: 32 query heads, 8 groups of 128, a gated feed-forward of 14336."""
     model = gpt(1, 4096, 32, num_query_groups=8, ffn_hidden_size=14336, activation="swiglu", seq_length=8192)

@@ -19,6 +19,8 @@ CHANGES_NOTHING = (
     "--num-virtual-stages-per-pipeline-rank", "--loss-chunk-size",
 )
 
+WINDOWS = "--window-size 5,0 --window-attn-skip-freq 2 --softmax-type learnable"
+
 # (tensor, pipeline, data), flags. Global batch 8, micro-batch 2: accumulation 4, 2 or 1 at data 1, 2, 4.
 LAYOUTS = [
     ((2, 1, 1), "--loss-chunk-size 5"),
@@ -36,6 +38,7 @@ LAYOUTS = [
     ((4, 1, 2), f"{FULL} uniform --recompute-num-layers 3"),
     ((2, 1, 2), LLAMA),
     ((4, 2, 1), LLAMA),
+    ((2, 1, 1), f"{LLAMA} {WINDOWS} --recompute-granularity selective"),
     ((1, 4, 1), f"{LLAMA} --qk-layernorm --rotary-percent 0.5 --rotary-interleaved {ZB_H1}"),
     ((2, 2, 2), f"{LLAMA} --num-query-groups 2 --qk-layernorm --recompute-granularity selective {INTERLEAVED}"),
     ((2, 2, 1), f"{LLAMA} --label-smoothing 0.1 --squared-relu --add-qkv-bias {ZB_V}".replace("--swiglu ", "")),

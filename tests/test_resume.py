@@ -84,6 +84,7 @@ def test_c053_other_experts_are_another_model_and_another_spelling_is_not():
         {"max_position_embeddings": 16},
         {"vocab_size": 97},
         {"add_qkv_bias": True},
+        {"window_size": "-1,0", "window_attn_skip_freq": "2"},
     ],
 )
 def test_two_spellings_of_one_model_do_not_differ(same):
@@ -93,6 +94,11 @@ def test_two_spellings_of_one_model_do_not_differ(same):
 def test_two_known_vocabularies_differ():
     with pytest.raises(ValueError, match="--vocab-size: 97 in the checkpoint, 98 now"):
         check_same_model(config(vocab_size=97), config(vocab_size=98))
+
+
+def test_other_windows_and_another_softmax_are_another_model():
+    with pytest.raises(ValueError, match="another model: --window-size: .*; --softmax-type: vanilla in the checkpoint"):
+        check_same_model(config(), config(window_size="4,0", softmax_type="learnable"))
 
 
 def test_more_positions_are_another_model_only_as_a_table():

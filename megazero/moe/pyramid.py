@@ -101,7 +101,8 @@ def attention_parameters(model: ModelConfig) -> int:
     h, d, queries, groups = model.hidden_size, model.head_dim, model.num_attention_heads, model.query_groups
     inner = (queries + 2 * groups) * d
     biases = inner * model.qkv_bias + h * model.bias
-    return inner * h + queries * d * h + biases + 2 * norm_parameters(model, d) * model.qk_layernorm
+    sinks = queries * (model.softmax_type == "learnable")
+    return inner * h + queries * d * h + biases + sinks + 2 * norm_parameters(model, d) * model.qk_layernorm
 
 
 def mlp_parameters(model: ModelConfig, ffn: int, *, bias: bool) -> int:

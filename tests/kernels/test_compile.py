@@ -36,6 +36,14 @@ def test_kernels_compile_well_for_gpus_that_are_not_here(target, tmp_path):
             assert row["vectors"] > 0 and row["narrow"] <= row["scalars"], row
 
 
+def test_c156_no_kernel_is_tuned_by_trial_runs():
+    """They would be steps of the optimizer, and turn queries and keys several times: no decorator stands on jit."""
+    for op in OPS:
+        module = importlib.import_module(f"megazero.kernels.{op}")
+        assert not [n for n, value in vars(module).items() if type(value).__name__ in ("Autotuner", "Heuristics")], op
+        assert "autotune" not in Path(module.__file__).read_text().replace("Not autotuned", ""), op
+
+
 def test_every_kernel_is_in_the_list():
     """A kernel is a compiled function that stores something."""
     for op in OPS:

@@ -10,20 +10,21 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, tor
 WIDTHS = (1, 2, 3, 7, 33, 1000, 1024, 4097)
 
 
-def _values(run, x, dy):
-    """Output and the gradient of x, as `run` computes them."""
-    leaf = x.detach().requires_grad_()
-    y = run(leaf)
+def _values(run, x, dy, sink=None):
+    """Output and the gradients of x and, where there is one, of the sink, as `run` computes them."""
+    leaves = [t.detach().requires_grad_() for t in (x, sink) if t is not None]
+    y = run(*leaves)
     assert y.dtype == x.dtype and y.shape == x.shape
     y.backward(dy)
-    return y.detach(), leaf.grad
+    return y.detach(), *(leaf.grad for leaf in leaves)
 
 
-def _assert_same(impl, x, dy, scale=0.7, **hidden):
-    got = _values(lambda x: softmax(x, scale, impl=impl, **hidden), x, dy)
-    wanted = _values(lambda x: softmax_reference(x, scale, **hidden), x, dy)
+def _assert_same(impl, x, dy, scale=0.7, sink=None, **hidden):
+    got = _values(lambda x, b=None: softmax(x, scale, impl=impl, sink=b, **hidden), x, dy, sink)
+    wanted = _values(lambda x, b=None: softmax_reference(x, scale, sink=b, **hidden), x, dy, sink)
     tolerance, most = TOLERANCE[x.dtype], wanted[0].abs().max().item()
-    for a, b, size in zip(got, wanted, (most, most * dy.abs().max().item()), strict=True):
+    sizes = (most, most * dy.abs().max().item(), dy.abs().sum().item())
+    for a, b, size in zip(got, wanted, sizes, strict=False):
         assert a.dtype == b.dtype
         # relative to what is subtracted: a 16-bit gradient is made of 16-bit probabilities
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * size)
@@ -42,6 +43,37 @@ def test_any_width_equals_the_formulas(width, dtype):
         _assert_same(impl, x, dy, causal=True)
         _assert_same(impl, x, dy, mask=mask)
         _assert_same(impl, x, dy, causal=True, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", (1, 7, 1024))
+def test_a_window_and_a_sink_equal_the_formulas(width, dtype):
+    """Each alone and both, with a mask too, for windows from the own key alone to wider than the row."""
+    torch.manual_seed(width)
+    x, dy = (3 * torch.randn(2, 2, 3, 4, width)).to(dtype)
+    mask, sink = torch.rand(4, width) < 0.6, torch.tensor([0.0, 2.0, -9.0]).to(dtype)
+    mask[2] = False                                                     # sees the sink alone
+    for impl in ("triton", "torch"):
+        _assert_same(impl, x[0], dy[0], causal=True, window=0)
+        for window in (width // 2, width + 3):
+            _assert_same(impl, x[0], dy[0], causal=True, window=window, mask=mask, sink=sink)
+        y, dx, db = _assert_same(impl, x, dy, mask=mask, sink=sink)
+        assert not y[:, :, 2].any() and not dx[:, :, 2].any() and db.isfinite().all()
+
+
+def test_a_window_and_a_sink_of_rows_wider_than_a_block():
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, 1, 2, 3, 20000)
+    x[..., 8500:] += 5.0
+    for window in (3, 9000, 19998):                                     # a window from within a block, over several
+        _assert_same("triton", x, dy, causal=True, window=window, sink=torch.tensor([6.0, 16.0]))
+
+
+def test_a_sink_of_zero_is_softmax_off_by_one():
+    """exp(x_j) / (1 + sum_i exp(x_i)), whatever the number of heads."""
+    x = torch.randn(2, 3, 4, 5)
+    for impl in ("triton", "torch"):
+        torch.testing.assert_close(softmax(x, sink=torch.zeros(3), impl=impl), x.exp() / (1 + x.exp().sum(-1, True)))
 
 
 @pytest.mark.parametrize("width", (9000, 20000, 70000))
