@@ -33,6 +33,15 @@ class BatchSizes:
         """The size that is reached in the end."""
         return self.sizes[-1]
 
+    def rounded(self, unit: int) -> BatchSizes:
+        """The same sizes, each the largest multiple of `unit` that is not above it. ValueError where that is none."""
+        if min(self.sizes) < unit:
+            raise ValueError(
+                f"--decrease-batch-size-if-needed: a global batch of {min(self.sizes)} is below --micro-batch-size x "
+                f"data size = {unit}"
+            )
+        return BatchSizes(self.starts, tuple(size // unit * unit for size in self.sizes))
+
     def steps(self, samples: int, consumed_samples: int = 0) -> int:
         """Optimizer steps from `consumed_samples` until `samples` are consumed, the last batch whole."""
         steps = 0

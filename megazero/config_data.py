@@ -44,6 +44,7 @@ class BatchConfig:
     global_batch_size: int | None = flag(None, "samples of a step; default: micro-batch x data size", at_least=1)
     rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow to the global batch by steps")
     step_batch_size_schedule: tuple[str, ...] = flag((), "TOKENS:SIZE ...: global batch by tokens, as 0:768 250B:1536")
+    decrease_batch_size_if_needed: bool = flag(False, "round a global batch down to whole micro-batches of all ranks")
     train_iters: int | None = flag(None, "stop after this many optimizer steps", at_least=1)
     train_samples: int | None = flag(None, "stop after this many samples, the last batch whole", at_least=1)
     train_tokens: int | None = flag(None, "stop after this many tokens, if that comes before the end", at_least=1)
@@ -68,10 +69,12 @@ class BatchConfig:
 
     def sizes(self, data_size: int, seq_length: int) -> BatchSizes:
         """Samples of a global batch, as a function of the samples consumed before. ValueError if that is none."""
-        if self.step_batch_size_schedule:
-            return staircase(self.step_batch_size_schedule, seq_length)
         last = self.global_batch_size or self.micro_batch_size * data_size
-        return ramp(*self.rampup_batch_size, last) if self.rampup_batch_size else constant(last)
+        if self.step_batch_size_schedule:
+            sizes = staircase(self.step_batch_size_schedule, seq_length)
+        else:
+            sizes = ramp(*self.rampup_batch_size, last) if self.rampup_batch_size else constant(last)
+        return sizes.rounded(self.micro_batch_size * data_size) if self.decrease_batch_size_if_needed else sizes
 
     def global_batch(self, data_size: int) -> int:
         """Samples of one optimizer step, when they no longer grow."""
@@ -153,6 +156,7 @@ class DataConfig:
     sample_order: Literal["keyed", "megatron"] = flag("keyed", "megatron: the order of Megatron core, built in memory")
     tokenizer_type: str | None = flag(None, "which tokenizer; default: GPT2BPETokenizer where --vocab-file is given")
     tokenizer_model: str | None = flag(None, "file of the tokenizer's model")
+    tiktoken_pattern: Literal["v1", "v2"] = flag("v2", "how TikTokenizer cuts words: v1 whatever their case, v2 by it")
     vocab_file: str | None = flag(None, "vocabulary of a GPT-2 tokenizer, JSON")
     merge_file: str | None = flag(None, "merges of a GPT-2 tokenizer")
     num_workers: int = flag(2, "threads that read ahead; 0: read in the step", at_least=0)

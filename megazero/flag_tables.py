@@ -114,7 +114,6 @@ REFUSED = {
     "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
     "starting the schedule again at a loaded checkpoint": "no-load-lr-state",
     "choosing a checkpoint by DeepSpeed's tag (see --ckpt-step)": "load-tag",
-    "rounding the global batch down": "decrease-batch-size-if-needed",
     "context parallelism": """context-parallel-size ds-sequence-parallel-size ds-sequence-parallel-fpdt
         ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading""",
     "cutting parameters over the data ranks": """use-megatron-fsdp use-torch-fsdp2 data-parallel-sharding-strategy
@@ -139,8 +138,6 @@ REFUSED = {
     "fetching data from a cloud": "aml-data-download-path",
     "leaving on a signal": "exit-signal-handler",
     "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
-    "memory and moments in TensorBoard": "log-memory-to-tensorboard log-optimizer-states-to-tensorboard",
-    "another interval for TensorBoard": "tensorboard-log-interval",
 }
 
 # Flag -> flags that say something only beside it: without it they are accepted.
@@ -172,7 +169,6 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
     "recompute-modules": {"core_attn": {}},
     "dataloader-type": {"single": {}},
     "remote-device": {"none": {}},
-    "tensorboard-log-interval": {"1": {}},
 }  # fmt: skip
 
 # Switches that one family follows by a word, which changes nothing.

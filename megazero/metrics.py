@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -33,8 +36,9 @@ TRAIN_KEYS = (
 # Figures that an iteration may have beside those. kd_loss: while there is a teacher, what it adds to the loss, beta T^2
 # times the mean divergence over the unmasked tokens of the global batch; the whole loss is alpha lm_loss + kd_loss.
 # Where they were asked for and it has a line on the console, params_norm: L2 norm of all parameters after the
-# iteration; num_zeros: elements of the whole gradient that are zero.
-EXTRA_KEYS = ("kd_loss", "params_norm", "num_zeros")
+# iteration; num_zeros: elements of the whole gradient that are zero; exp_avg_norm, exp_avg_sq_norm: L2 norms of all
+# first moments (or momenta) and of all second ones.
+EXTRA_KEYS = ("kd_loss", "params_norm", "num_zeros", "exp_avg_norm", "exp_avg_sq_norm")
 
 # What is added where layers have experts, as moe/statistics.py has it: losses of the router, without
 # coefficient; load: choices of the fullest expert over the mean of its layer; dropped: share of choices without place;
@@ -56,6 +60,10 @@ TAGS = {
     "hardware_tflops": "throughput sc21",   # and by SC'21's formula, with recomputation
     "params_norm": "params-norm",           # --log-params-norm
     "num_zeros": "num-zeros",               # --log-num-zeros-in-grad
+    "exp_avg_norm": "first-moments-norm",   # --log-optimizer-states-to-tensorboard
+    "exp_avg_sq_norm": "second-moments-norm",
+    "memory": "memory-bytes",               # --log-memory-to-tensorboard: allocated, or resident at most
+    "memory_peak": "memory-peak-bytes",
     "aux_loss": "load balancing loss",
     "seq_aux_loss": "seq load balancing loss",
     "global_aux_loss": "global load balancing loss",
@@ -118,6 +126,14 @@ class Metrics:
         """Write what is still held back."""
         for sink in self._sinks:
             sink.close()
+
+
+def memory() -> dict[str, int]:
+    """Bytes that torch has allocated on this rank's GPU, now and at most; on a CPU what its process had at most."""
+    if torch.cuda.is_available():
+        return {"memory": torch.cuda.memory_allocated(), "memory_peak": torch.cuda.max_memory_allocated()}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"memory_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 def perplexity(loss: float) -> float:
@@ -201,7 +217,10 @@ class _Events:
             values["tflops"] = self.tflops.model * record["tokens_per_second"]
             if self.tflops.hardware is not None:
                 values["hardware_tflops"] = self.tflops.hardware * record["tokens_per_second"]
-        self._add({TAGS[key]: value for key, value in values.items()}, done)
+        if self.logging.log_memory_to_tensorboard:
+            values |= memory()
+        if done % self.logging.tensorboard_log_interval == 0:
+            self._add({TAGS[key]: value for key, value in values.items()}, done)
         self._begun, self._consumed = True, record["consumed_samples"]
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:

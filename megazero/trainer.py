@@ -254,6 +254,8 @@ class Trainer:
         update = optimizer.step(rates)
         if measured and self.logging.log_params_norm:
             extra["params_norm"] = optimizer.parameter_norm()
+        if measured and self.logging.log_optimizer_states_to_tensorboard:
+            extra["exp_avg_norm"], extra["exp_avg_sq_norm"] = optimizer.moment_norms()
         return update, extra
 
     def _skip(self, progress: Progress, update: Update, samples: int, tokens: int) -> Progress:

@@ -159,6 +159,21 @@ def test_learning_rate_counts_samples_in_a_ramp():
                                   + [0])  # fmt: skip
 
 
+def test_a_batch_is_rounded_down_to_whole_micro_batches_where_that_is_asked_for():
+    for batch, sizes in (
+        ({"global_batch_size": 15}, (12,)),
+        ({"global_batch_size": 12}, (12,)),
+        ({"global_batch_size": 15, "rampup_batch_size": (7, 4, 64)}, (6, 6, 12)),
+    ):
+        rounded = config(**batch, decrease_batch_size_if_needed=True)
+        assert rounded.batch.sizes(3, 16).sizes == sizes
+        check_world(rounded, 3)
+    with pytest.raises(ValueError, match="a global batch of 7 is below --micro-batch-size x data size = 16"):
+        check_world(rounded, 8)
+    with pytest.raises(ValueError, match="a growing global batch of 7 must be --micro-batch-size 2 x accumulation"):
+        check_world(config(**batch), 3)
+
+
 def test_growing_batches_on_the_command_line():
     base = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 97 --mock-data --lr 1"
     parsed, _ = parse(

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megazero.config import Config, LoggingConfig, ModelConfig, RecomputeConfig
@@ -156,10 +157,11 @@ def test_json_lines_stay_valid_json_where_a_number_is_not_finite(tmp_path):
 def test_tensorboard_has_the_listed_tags(tmp_path):
     metrics = make(
         tmp_path, log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True, log_throughput=True,
-        log_validation_ppl_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True, log_memory_to_tensorboard=True,
     )  # fmt: skip
     for i in (1, 2):
-        measured = {"params_norm": 8.0, "num_zeros": 5} if i == 2 else {"kd_loss": 0.5}
+        measured = {"params_norm": 8.0, "num_zeros": 5, "exp_avg_norm": 0.5, "exp_avg_sq_norm": 0.25}
+        measured = measured if i == 2 else {"kd_loss": 0.5}
         balance = EXPERTS | {"seq_aux_loss": 1.0, "global_aux_loss": 1.0}
         metrics.train(record(i, loss=3.0 - i, **measured) | balance)
     metrics.evaluation("valid", 2, 1.0)
@@ -167,7 +169,9 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
     metrics.evaluation("web", 2, 1.5)
     metrics.close()
     found = scalars(tmp_path)
-    assert set(found) == {*TAGS.values(), "lm loss validation web", "lm loss validation ppl web"}
+    gpu = set() if torch.cuda.is_available() else {TAGS["memory"]}
+    assert set(found) == {*TAGS.values(), "lm loss validation web", "lm loss validation ppl web"} - gpu
+    assert found["memory-peak-bytes"][0][1] > 2**25 and found["second-moments-norm"] == [(2, 0.25)]
     assert found["lm loss validation web"] == [(2, 1.5)]
     assert found["lm loss"] == [(1, 2.0), (2, 1.0)]
     assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
@@ -177,10 +181,13 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
 
 
 def test_what_was_not_asked_for_is_not_written(tmp_path):
-    metrics = make(tmp_path)
-    metrics.train(record(1))
+    metrics = make(tmp_path, tensorboard_log_interval=3)
+    for i in range(1, 8):
+        metrics.train(record(i))
     metrics.close()
-    assert not {"iteration-time", "batch-size", "throughput"} & set(scalars(tmp_path))
+    found = scalars(tmp_path)
+    assert not {"iteration-time", "batch-size", "throughput", "memory-peak-bytes"} & set(found)
+    assert [step for step, _ in found["lm loss"]] == [3, 6]
 
 
 def test_a_resumed_curve_shows_each_iteration_once(tmp_path):

@@ -35,11 +35,12 @@ LARGEST_VOCABULARY = 1 << 31  # ids are stored in int32
 LONGEST_WORD = 200  # characters of a word that BERT's tokenizer cuts into pieces
 # What Megatron's TikTokenizer does where no flag says otherwise.
 TIKTOKEN_VOCABULARY, NUM_SPECIAL_TOKENS, SPECIAL_TOKENS = 1 << 17, 1000, ("<unk>", "<s>", "</s>")
-TIKTOKEN_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+TIKTOKEN_PATTERNS = {
+    "v1": r"[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
 VISIBLE = (
     *range(33, 127),
     *range(161, 173),
@@ -87,7 +88,8 @@ def build_tokenizer(data: DataConfig, vocab_size: int | None = None) -> Tokenize
         files = _required(kind, "--vocab-file", data.vocab_file), _required(kind, "--merge-file", data.merge_file)
         tokenizer = GPT2BPETokenizer(*files)
     elif kind == "TikTokenizer":
-        tokenizer = TikTokenizer(_required(kind, "--tokenizer-model", data.tokenizer_model), vocab_size)
+        model = _required(kind, "--tokenizer-model", data.tokenizer_model)
+        tokenizer = TikTokenizer(model, vocab_size, pattern=data.tiktoken_pattern)
     elif kind in WORD_PIECE_TYPES:
         vocab_file = _required(kind, "--vocab-file", data.vocab_file)
         tokenizer = WordPieceTokenizer(vocab_file, lower_case=kind == "BertWordPieceLowerCase")
@@ -231,7 +233,7 @@ class TikTokenizer:
     room for in --vocab-size. eod is </s>. Special tokens spelt out in a text are encoded as text.
     """
 
-    def __init__(self, path: str, vocab_size: int | None = None):
+    def __init__(self, path: str, vocab_size: int | None = None, *, pattern: str = "v2"):
         content = _read(path, "--tokenizer-model")
         room = (vocab_size or TIKTOKEN_VOCABULARY) - NUM_SPECIAL_TOKENS
         try:
@@ -251,12 +253,13 @@ class TikTokenizer:
             known = [(rank_of[a], rank_of[b], cut) for a, b, cut in cuts if a in rank_of and b in rank_of]
             merges += [(spelling[:cut], spelling[cut:]) for _, _, cut in sorted(known)]
         self._model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges, ignore_merges=True))
-        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(TIKTOKEN_PATTERN), "isolated")
+        split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(TIKTOKEN_PATTERNS[pattern]), "isolated")
         self._model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, _byte_level(use_regex=False)])
         self._model.decoder = tokenizers.decoders.ByteLevel()
         self.vocab_size = NUM_SPECIAL_TOKENS + len(tokens)
         self.eod: int | None = SPECIAL_TOKENS.index("</s>")
-        self.fingerprint = _fingerprint("tiktoken", content + str(len(tokens)).encode())
+        own = "" if pattern == "v2" else pattern      # files made before there was a choice keep their fingerprint
+        self.fingerprint = _fingerprint("tiktoken", content + f"{len(tokens)}{own}".encode())
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text).ids

@@ -188,6 +188,16 @@ class ZeroOptimizer:
         return self._norm([bucket.weight for bucket in self.trained])
 
     @torch.no_grad()
+    def moment_norms(self) -> Tensor:
+        """L2 norms of all first moments (or momenta) and of all second ones, fp64 [2]; called by all ranks."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+        for bucket in self.trained:
+            for kind, flat in bucket.slices.items():
+                if bucket.recorded and kind != "weight":
+                    total[int(kind == "exp_avg_sq")] += squared_norm(flat, self.zero.norm_impl)
+        return all_reduce(total, self.mesh.world).sqrt()
+
+    @torch.no_grad()
     def zero_count(self) -> Tensor:
         """How many elements of the global gradient are exactly zero, int64 scalar; called by all ranks, before the
         step. Padding counts nowhere."""

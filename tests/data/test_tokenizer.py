@@ -156,6 +156,15 @@ def test_tiktoken_reference_ids(tmp_path):
     assert smaller.encode("abc ab") == [1256, 1099, 1032, 1256]
 
 
+def test_tiktoken_patterns_differ_where_the_case_changes(tmp_path):
+    """Version 2 begins another word at a capital letter, version 1 takes letters as they come."""
+    model = tik_file(tmp_path / "v.json", [*TIK[:256], b"aB"])
+    newer, older = (build("TikTokenizer", tokenizer_model=model, tiktoken_pattern=name) for name in ("v2", "v1"))
+    assert newer.encode("aB") == [1097, 1066] and older.encode("aB") == [1256]
+    assert older.decode([1256]) == "aB" and newer.fingerprint != older.fingerprint
+    assert newer.fingerprint == build("TikTokenizer", tokenizer_model=model).fingerprint
+
+
 @pytest.mark.parametrize("tokens", [TIK[:255], TIK[1:], [b"a"]])
 def test_tiktoken_vocabulary_must_begin_with_the_bytes(tmp_path, tokens):
     with pytest.raises(ValueError, match="the first 256 be the bytes"):
