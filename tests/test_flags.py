@@ -18,22 +18,21 @@ from megazero.config_data import read_blend
 from megazero.config_schedule import PARAMETERS
 from megazero.flag_families import EVIDENCE
 from megazero.flag_tables import ACCEPTED_FLAGS, ANSWERED, BESIDE, LEADERS, REFUSED_FLAGS, RENAMED, SETS
-from megazero.flags import READING, UsageError, all_settings, help_text, in_words_of, parse
+from megazero.flags import (
+    READING,
+    UsageError,
+    all_settings,
+    help_text,
+    in_words_of,
+    parse,
+    read,
+    split_words,
+)
+from scripts import flag_table
+from tests.known_flags import KNOWN
 
 SHAPE = "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --vocab-size 97"
 BASE = f"{SHAPE} --micro-batch-size 2 --lr 1e-3 --train-iters 10 --mock-data"
-
-# The flags that most public launch scripts of the two families pass.
-MOST_USED = """num-layers hidden-size num-attention-heads max-position-embeddings init-method-std ffn-hidden-size
-    normalization disable-bias-linear untie-embeddings-and-output-weights position-embedding-type rotary-base
-    use-mcore-models tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel
-    use-distributed-optimizer overlap-grad-reduce overlap-param-gather micro-batch-size global-batch-size seq-length
-    train-iters exit-duration-in-mins train-tokens train-samples clip-grad weight-decay adam-beta1 adam-beta2 lr min-lr
-    lr-decay-style lr-decay-tokens override-opt-param-scheduler lr-warmup-tokens fp16 hysteresis bf16
-    checkpoint-activations deepspeed-activation-checkpointing split data-path vocab-file merge-file data-impl
-    num-workers tokenizer-type save-interval save load log-interval tensorboard-dir log-timers-to-tensorboard
-    log-validation-ppl-to-tensorboard tensorboard-queue-size log-batch-size-to-tensorboard eval-interval eval-iters
-    deepspeed deepspeed-config zero-stage""".split()
 
 
 def parsed(words: str) -> Config:
@@ -54,9 +53,17 @@ def kinds_of(name: str) -> list[str]:
     return [kind for kind, names in tables.items() if name in names]
 
 
-@pytest.mark.parametrize("name", MOST_USED)
-def test_every_much_used_flag_has_one_kind(name):
-    assert len(kinds_of(name)) == 1
+def test_every_flag_of_both_families_is_answered_in_every_spelling_and_never_abbreviated():
+    settings = all_settings()
+    for name in KNOWN:
+        for typed in (f"--{name}", f"--{name.replace('-', '_')}", f"--{name.replace('_', '-')}=1"):
+            try:
+                assert not read(split_words([typed]), settings).unknown, typed
+            except UsageError as wrong:     # it has no value, or another one
+                assert str(wrong).startswith("--") and "unknown" not in str(wrong)
+        shorter = read(split_words([f"--{name[:-1]}"]), settings).unknown if name[:-1] not in KNOWN else True
+        assert shorter, name
+    assert len(KNOWN) > 300
 
 
 def test_no_flag_has_two_kinds():
@@ -554,6 +561,11 @@ def test_an_error_after_parsing_names_the_flag_that_was_typed():
         "--expert-model-parallel-size 3", "--moe-expert-parallel-size 3"
     )
     assert in_words_of("--bf16".split(), message) == in_words_of("bf16".split(), message) == message
+
+
+def test_the_page_of_flags_is_that_of_the_tables():
+    """Made by scripts/flag_table.py."""
+    assert flag_table.PAGE.read_text(encoding="utf-8") == flag_table.page()
 
 
 def test_help_shows_every_flag(capsys):
