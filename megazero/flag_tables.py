@@ -26,6 +26,8 @@ RENAMED = {
     "activations-checkpoint-num-layers": "recompute_num_layers",
     "activations-checkpoint-method": "recompute_method",
     "lr-schedule": "lr_scheduler",
+    "ddp-bucket-size": "bucket_size",
+    "zero-reduce-bucket-size": "bucket_size",
 }
 
 # MegaBlocks' spellings, whose router weights the choices by a softmax over all experts.
@@ -63,14 +65,18 @@ REPEATABLE = ("kernel", "valid_set")
 ACCEPTED = {
     "there is one implementation of each part": """use-mcore-models transformer-impl= DDP-impl= data-impl=
         no-mmap-bin-files dataloader-num-threads= no-create-attention-mask-in-dataloader
-        deepspeed-activation-checkpointing""",
+        deepspeed-activation-checkpointing contigious-checkpointing synchronize-each-layer""",
     "fusing or not changes speed only": """no-bias-dropout-fusion no-bias-swiglu-fusion
         no-rope-fusion no-gradient-accumulation-fusion no-persist-layer-norm cross-entropy-loss-fusion
-        cross-entropy-fusion-impl=""",
+        cross-entropy-fusion-impl= bias-gelu-fusion bias-dropout-fusion bias-swiglu-fusion apply-rope-fusion
+        enable-cuda-graph external-cuda-graph""",
     "overlap changes speed only": """tp-comm-overlap no-async-tensor-model-parallel-allreduce
-        overlap-p2p-communication no-overlap-p2p-communication""",
+        overlap-p2p-communication no-overlap-p2p-communication overlap-param-gather-with-optimizer-step
+        align-grad-reduce no-align-grad-reduce align-param-gather no-align-param-gather tp-comm-overlap-cfg=
+        defer-embedding-wgrad-compute wgrad-deferral-limit= use-ring-exchange-p2p nccl-communicator-config-path=""",
     "the sequence is always cut over the tensor ranks between layers": """sequence-parallel
-        distribute-saved-activations partition-activations no-scatter-gather-tensors-in-pipeline""",
+        distribute-saved-activations distribute-checkpointed-activations partition-activations
+        no-scatter-gather-tensors-in-pipeline""",
     "optimizer states are cut over the data ranks, but with --zero-stage 0": "use-distributed-optimizer",
     "gradients are always accumulated in fp32 or wider": "accumulate-allreduce-grads-in-fp32",
     "softmax and loss are always computed in fp32 or wider": "attention-softmax-in-fp32 fp16-lm-cross-entropy",
@@ -80,8 +86,8 @@ ACCEPTED = {
     "every rank makes no more than its own part of the model": "init-model-with-meta-device",
     "it tunes Megatron's FSDP": "fsdp-double-buffer use-nccl-ub fsdp-manual-registration",
     "every gradient is checked": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
-    "there is no index to cache": "data-cache-path=",
-    "there is no generator state to save": "no-load-rng no-save-rng",
+    "there is no index to cache or build": "data-cache-path= num-dataset-builder-threads=",
+    "there is no generator state to save": "no-load-rng no-save-rng te-rng-tracker inference-rng-tracker",
     "there is one checkpoint format, which any layout reads": """ckpt-format= dist-ckpt-format= use-dist-ckpt
         auto-detect-ckpt-format dist-ckpt-strictness= ckpt-fully-parallel-save ckpt-fully-parallel-load
         no-ckpt-fully-parallel-save universal-checkpoint ckpt-assume-constant-structure""",
@@ -91,10 +97,11 @@ ACCEPTED = {
         no-barrier-with-level-1-timing""",
     "all that a run says is said": "logging-level= log-progress",
     "loss scale and learning rate are always shown": """log-learning-rate-to-tensorboard
-        log-loss-scale-to-tensorboard""",
+        log-loss-scale-to-tensorboard no-log-loss-scale-to-tensorboard no-log-learnig-rate-to-tensorboard""",
+    "there is no such logger": "enable-one-logger no-one-logger",
     "it says nothing without --context-parallel-size above 1": "cp-comm-type* hierarchical-context-parallel-sizes*",
     "memory is left to Python and torch": "manual-gc manual-gc-interval= empty-unused-memory-level=",
-    "the launcher's environment says it": "local-rank=",
+    "the launcher's environment says it": "local-rank= rank= deepspeed-mpi",
     "there is one engine for any pipeline size": "no-pipeline-parallel",
     "the profiler is torch's": "use-pytorch-profiler",
     "every schedule computes exactly the same": "enable-zbh1-exact-semantics",

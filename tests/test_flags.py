@@ -178,6 +178,8 @@ def test_every_field_is_honoured(setting):
              "moe_family": "megatron-lm", "moe_router_pre_softmax": True},
         ),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "optimizer", {"zero_stage": 2}),
+        ("--ddp-bucket-size 5000", "optimizer", {"bucket_size": 5000}),
+        ("--zero-reduce-bucket-size 5e8", "optimizer", {"bucket_size": 500_000_000}),
         ("--data-parallel-sharding-strategy no_shard", "optimizer", {"zero_stage": 0}),
         ("--bf16 --megatron-fsdp-grad-comm-dtype bf16", "precision", {"grad_reduce_in_bf16": True}),
         ("--num-experts '4 4' --expert-interval 2", "moe", {"num_experts": (4, 4)}),
