@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if bool(args.folder) == bool(args.diff):
             raise ValueError("give DIR, or --diff A B")
-        return diff(args) if args.diff else inspect(args)
+        code = diff(args) if args.diff else inspect(args)
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:         # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import sys
 from math import prod
 from pathlib import Path
 
@@ -163,6 +165,17 @@ def test_other_dtypes_shapes_and_names_are_told(
     assert "shape [6] in A, [] in B" in {one["note"] for one in facts["tensors"]}
     out, _ = said(capsys, 1, "--diff", b, c)
     assert "only in A: exp_avg of layers.2.row" in out and "only in B: weight of layers.2.other" in out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `| head` is; what is printed is mostly so little that it is written when all is done."""
+    folder = save(tmp_path, LAYOUTS[1], make_state())
+    for words in (["--diff", folder, folder, "--tensors"], [folder]):
+        read, write = os.pipe()
+        os.close(read)
+        with open(write, "w") as out:
+            monkeypatch.setattr(sys, "stdout", out)
+            assert inspect_checkpoint.main([str(word) for word in words]) == 0
 
 
 def test_a_damaged_file_ends_a_comparison(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
