@@ -18,7 +18,7 @@ import torch
 
 from megazero import snapshot
 from megazero.allocator import keep_freed_memory
-from megazero.batch_sizes import BatchSizes, constant
+from megazero.batch_sizes import BatchSizes, constant, tokens_of
 from megazero.checkpoint import Writing
 from megazero.checkpoint_index import read_index
 from megazero.config import Config, DataConfig, LoggingConfig, check_world
@@ -93,12 +93,12 @@ def answer(config: Config, world: World) -> bool:
     if asked.print_config:
         lines.append(replace(config, run=asked.without_printing()).to_json())
     if asked.print_lr:
-        sizes = config.batch.sizes(config.parallel.data_size(size), config.model.seq_length)
+        sizes = config.batch.sizes(config.parallel.data_size(size), config.seq_lengths)
         schedule = schedule_of(config, sizes)
         for line in schedule.warnings(asked.print_lr) if world.rank == 0 else ():
             print(f"warning: {line}", file=sys.stderr)
-        samples = map(sizes.consumed, range(asked.print_lr))
-        lines += print_lr_lines(schedule, (Done(k, n, n * config.model.seq_length) for k, n in enumerate(samples)))
+        samples, lengths = map(sizes.consumed, range(asked.print_lr)), config.seq_lengths
+        lines += print_lr_lines(schedule, (Done(k, n, tokens_of(n, sizes, lengths)) for k, n in enumerate(samples)))
     if asked.print_layout:
         check_world(config, size)
         vocab = config.model.vocab_size or build_tokenizer(config.data).vocab_size
@@ -140,7 +140,7 @@ def prepare(config: Config, world: World) -> Plan:
     check_world(config, world.size)
     tokenizer = build_tokenizer(config.data, config.model.vocab_size)
     vocab = config.model.vocab_size or tokenizer.vocab_size
-    sizes = config.batch.sizes(config.parallel.data_size(world.size), config.model.seq_length)
+    sizes = config.batch.sizes(config.parallel.data_size(world.size), config.seq_lengths)
     schedule_of(config, sizes)
     samples, rules = open_parts(config, tokenizer, vocab, sizes), rules_of(config, tokenizer)
     check_places(config.logging)
@@ -152,7 +152,7 @@ def prepare(config: Config, world: World) -> Plan:
     start = snapshot.start_of(config.checkpoint, checkpoint, reached)
     check_save(config, checkpoint, start)
     changed: tuple[str, ...] = ()
-    iterations = config.batch.iterations(sizes, seq_length=config.model.seq_length)
+    iterations = config.batch.iterations(sizes, seq_length=config.seq_lengths)
     if index is not None:
         if not (config.checkpoint.finetune or config.checkpoint.no_load_optim or config.batch.skip_train):
             snapshot.check_moments(checkpoint, index)
@@ -162,7 +162,8 @@ def prepare(config: Config, world: World) -> Plan:
             config = with_agreed_schedule(saved, config)
             schedule_of(config, sizes)
             iterations = config.batch.iterations(
-                sizes, seq_length=config.model.seq_length, done=start.iteration, consumed_samples=start.consumed_samples
+                sizes, seq_length=config.seq_lengths, done=start.iteration, consumed_samples=start.consumed_samples,
+                consumed_tokens=start.consumed_tokens,
             )
         changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
@@ -199,7 +200,8 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
     multiplied = describe_products(products, dtypes(config.precision).compute)
-    for line in (*notices, describe(plan), *multiplied, *describe_experts(config), *silent):
+    lengths = config.curriculum.describe(config.model.seq_length)
+    for line in (*notices, describe(plan), *multiplied, *describe_experts(config), *lengths, *silent):
         metrics.say(line)
     trainer, progress = build(plan, mesh, metrics)
     trace = trainer.machine.engine.trace = None if config.logging.trace_pipeline is None else deque(maxlen=TRACED_STEPS)
@@ -299,7 +301,7 @@ def optimizer_lines(plan: Plan, machine: Machine) -> list[str]:
 def schedule_of(config: Config, sizes: BatchSizes) -> Schedule:
     """What each step updates with. Raises ValueError where the flags do not say it, or not all of them can be."""
     return make_schedule(
-        config.schedule, config.batch, sizes, seq_length=config.model.seq_length, named=config.deepspeed_schedule
+        config.schedule, config.batch, sizes, seq_length=config.seq_lengths, named=config.deepspeed_schedule
     )
 
 
@@ -375,13 +377,13 @@ def open_feeds(plan: Plan, mesh: Mesh) -> dict[str, Feed]:
     reads = at_an_end or rules.reset_positions or rules.reset_attention or masked
     feeds = {}
     for name, samples in plan.samples.items():
-        micro, sizes = evaluated, constant(evaluation)
+        micro, sizes, lengths = evaluated, constant(evaluation), None
         if name == "train":
-            micro, sizes = config.batch.micro_batch_size, plan.sizes
+            micro, sizes, lengths = config.batch.micro_batch_size, plan.sizes, config.seq_lengths
         loader = Loader(
             samples, Share(micro, sizes, mesh.data.index, mesh.data.size),
             vocab_size=plan.vocab, seed=config.run.seed, rules=rules,
-            num_workers=config.data.num_workers if reads else 0,
+            num_workers=config.data.num_workers if reads else 0, lengths=lengths,
         )
         feeds[name] = Feed(loader, mesh, reads, homes[-1])
     return feeds

@@ -1,6 +1,7 @@
-"""The size of the global batch as a pure function of the samples consumed so far: constant, in a ramp, or in steps.
+"""What a step takes. The size of the global batch is a pure function of the samples consumed so far: constant, in a
+ramp, or in steps; the tokens of a sample are one of the step's number.
 
-Whatever is asked follows from the number of consumed samples alone, so a resumed run goes on exactly where it was.
+So a resumed run goes on exactly where it was, and what a run consumes is known before it starts.
 """
 
 from __future__ import annotations
@@ -59,9 +60,77 @@ class BatchSizes:
         return samples + steps * self.last
 
 
+    def stays_for(self, consumed_samples: int) -> int | None:
+        """Steps from `consumed_samples` on that have its size; None: all."""
+        later = bisect.bisect_right(self.starts, consumed_samples)
+        if later == len(self.starts):
+            return None
+        return -(-(self.starts[later] - consumed_samples) // self.at(consumed_samples))
+
+
+@dataclass(frozen=True)
+class SeqLengths:
+    """From step `starts[i]` on, counted from 1, a sample has `lengths[i]` tokens. The first start is 1; starts grow."""
+
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.starts) == len(self.lengths) > 0 and self.starts[0] == 1 and min(self.lengths) > 0, self
+        assert all(a < b for a, b in zip(self.starts, self.starts[1:])), self
+
+    def at(self, step: int) -> int:
+        """Tokens of a sample of step `step`, which is 1 for the first."""
+        return self.lengths[bisect.bisect_right(self.starts, step) - 1]
+
+    def stays_for(self, step: int) -> int | None:
+        """Steps from `step` on that have its length; None: all."""
+        later = bisect.bisect_right(self.starts, step)
+        return None if later == len(self.starts) else self.starts[later] - step
+
+
 def constant(size: int) -> BatchSizes:
     """Batches of one size."""
     return BatchSizes((0,), (size,))
+
+
+def lengths_of(seq_length: int | SeqLengths) -> SeqLengths:
+    """Samples of one length, where it is a number."""
+    return SeqLengths((1,), (seq_length,)) if isinstance(seq_length, int) else seq_length
+
+
+def tokens_of(samples: int, sizes: BatchSizes, lengths: SeqLengths) -> int:
+    """Tokens of the first `samples` samples of a run."""
+    tokens = before = 0
+    for stop, length in zip((*lengths.starts[1:], None), lengths.lengths):
+        end = samples if stop is None else min(samples, sizes.consumed(stop - 1))
+        tokens, before = tokens + (end - before) * length, end
+    return tokens
+
+
+def samples_of(tokens: int, sizes: BatchSizes, lengths: SeqLengths) -> int:
+    """Whole samples in the first `tokens` tokens of a run."""
+    samples = 0
+    for stop, length in zip(lengths.starts[1:], lengths.lengths):
+        here = sizes.consumed(stop - 1) - samples
+        if tokens < here * length:
+            return samples + tokens // length
+        tokens, samples = tokens - here * length, samples + here
+    return samples + tokens // lengths.lengths[-1]
+
+
+def steps_to(
+    tokens: int, sizes: BatchSizes, lengths: SeqLengths, *, done: int = 0, samples: int = 0, consumed: int = 0
+) -> int:
+    """Optimizer steps until `tokens` are consumed, after `done` steps that took so many samples and tokens."""
+    steps = 0
+    while consumed < tokens:
+        size, length = sizes.at(samples), lengths.at(done + steps + 1)
+        changes = sizes.stays_for(samples), lengths.stays_for(done + steps + 1)
+        needed = -(-(tokens - consumed) // (size * length))
+        here = min(needed, *(needed if change is None else change for change in changes))
+        steps, samples, consumed = steps + here, samples + here * size, consumed + here * size * length
+    return steps
 
 
 def ramp(start: int, increment: int, samples: int, last: int) -> BatchSizes:
@@ -87,22 +156,29 @@ def ramp(start: int, increment: int, samples: int, last: int) -> BatchSizes:
     return BatchSizes(tuple(begins), tuple(begins.values()))
 
 
-def staircase(words: Sequence[str], seq_length: int) -> BatchSizes:
+def staircase(words: Sequence[str], seq_length: int | SeqLengths) -> BatchSizes:
     """The sizes of "TOKENS:SIZE TOKENS:SIZE ...", such as "0:768 250B:1536"; suffixes K, M, B, T.
 
-    A size counts from TOKENS // seq_length consumed samples on, as in Megatron. Raises ValueError.
+    A size counts from so many consumed samples on as TOKENS hold: TOKENS // seq_length, as in Megatron, where all
+    samples are of one length. Raises ValueError.
     """
     shown, found = f'--step-batch-size-schedule "{" ".join(words)}"', []
     for entry in " ".join(words).replace(",", " ").split():
         parts = re.fullmatch(r"(\d+\.?\d*)([KMBT]?):(\d+)", entry.upper())
         if parts is None:
             raise ValueError(f"{shown}: {entry} is not TOKENS:SIZE, such as 250B:1536")
-        found.append((int(float(parts[1]) * SUFFIXES[parts[2]]) // seq_length, int(parts[3])))
-    found.sort()
-    starts, sizes = tuple(start for start, _ in found), tuple(size for _, size in found)
-    if not found or starts[0] != 0 or len(set(starts)) < len(starts) or min(sizes) < 1:
-        raise ValueError(
-            f"{shown}: begins at {list(starts)} samples with sizes {list(sizes)}; must begin at 0, each entry at "
-            "another sample, and sizes must be at least 1"
-        )
-    return BatchSizes(starts, sizes)
+        found.append((int(float(parts[1]) * SUFFIXES[parts[2]]), int(parts[3])))
+    starts: list[int] = []
+    sizes: list[int] = []
+    for tokens, size in sorted(found):
+        before = BatchSizes(tuple(starts), tuple(sizes)) if starts else constant(1)
+        starts.append(samples_of(tokens, before, lengths_of(seq_length)))
+        sizes.append(size)
+        if starts[0] != 0 or starts[-1] in starts[:-1] or size < 1:
+            raise ValueError(
+                f"{shown}: begins at {starts} samples with sizes {sizes}; must begin at 0, each entry at another "
+                "sample, and sizes must be at least 1"
+            )
+    if not found:
+        raise ValueError(f"{shown}: has no entry")
+    return BatchSizes(tuple(starts), tuple(sizes))

@@ -13,7 +13,9 @@ from dataclasses import MISSING, asdict, dataclass, field, replace
 from math import gcd
 from typing import Literal, get_type_hints
 
+from .batch_sizes import SeqLengths
 from .config_checkpoint import CheckpointConfig
+from .config_curriculum import CurriculumConfig
 from .config_data import BatchConfig, DataConfig
 from .config_distill import DistillConfig
 from .config_moe import MoEConfig, layer_pattern
@@ -332,6 +334,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     moe: MoEConfig = field(default_factory=MoEConfig)
     batch: BatchConfig
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     deepspeed_schedule: DeepSpeedScheduleConfig = field(default_factory=DeepSpeedScheduleConfig)
@@ -348,7 +351,7 @@ class Config:
         check_experts(self)
         self.parallel.chunks(self.model.num_layers)
         check_schedule(self.batch, self.schedule, self.deepspeed_schedule)
-        self.batch.sizes(1, self.model.seq_length)
+        self.batch.sizes(1, self.seq_lengths)
         chunk, layers = self.recompute.recompute_num_layers, self.model.num_layers
         if self.recompute.loss_chunk_size and self.distill.asked:
             raise ValueError(
@@ -379,6 +382,11 @@ class Config:
     def experts(self) -> tuple[int, ...]:
         """Experts of each layer, 1 where it is dense."""
         return self.moe.experts_of_layers(self.model.num_layers)
+
+    @property
+    def seq_lengths(self) -> SeqLengths:
+        """Tokens of a training sample in each step. ValueError where the curriculum begins above --seq-length."""
+        return self.curriculum.lengths(self.model.seq_length)
 
     def to_json(self) -> str:
         """A JSON object of sections, each an object of its fields."""
@@ -447,6 +455,6 @@ def check_world(config: Config, world_size: int) -> None:
     for rank in config.logging.profile_ranks:
         if rank >= world_size:
             raise ValueError(f"--profile-ranks {rank}: there are {world_size} ranks, counted from 0")
-    for size in config.batch.sizes(data_size, config.model.seq_length).sizes:
+    for size in config.batch.sizes(data_size, config.seq_lengths).sizes:
         config.batch.micro_batches(data_size, size)
     config.batch.evaluation(data_size)

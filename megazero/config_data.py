@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass
 from fractions import Fraction
 from typing import Literal
 
-from .batch_sizes import BatchSizes, constant, ramp, staircase
+from .batch_sizes import BatchSizes, SeqLengths, constant, lengths_of, ramp, samples_of, staircase, steps_to, tokens_of
 from .settings import at_most_one, check_fields, flag
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
@@ -67,7 +67,7 @@ class BatchConfig:
             raise ValueError(f"--rampup-batch-size {shown}: needs START INCREMENT SAMPLES, and --global-batch-size")
         self.sizes(1, 1)
 
-    def sizes(self, data_size: int, seq_length: int) -> BatchSizes:
+    def sizes(self, data_size: int, seq_length: int | SeqLengths) -> BatchSizes:
         """Samples of a global batch, as a function of the samples consumed before. ValueError if that is none."""
         last = self.global_batch_size or self.micro_batch_size * data_size
         if self.step_batch_size_schedule:
@@ -117,29 +117,35 @@ class BatchConfig:
         return bool(self.eval_interval or self.skip_train) and self.eval_iters > 0
 
     def iterations(
-        self, sizes: BatchSizes | int, *, seq_length: int | None = None, done: int = 0, consumed_samples: int = 0
+        self, sizes: BatchSizes | int, *, seq_length: int | SeqLengths | None = None, done: int = 0,
+        consumed_samples: int = 0, consumed_tokens: int = 0,
     ) -> int:
-        """Optimizer steps of the whole run, of which `done` have consumed so many samples.
+        """Optimizer steps of the whole run, of which `done` have consumed so many samples and tokens.
 
         --train-iters, or as many as consume --train-samples, the last batch whole; fewer where --train-tokens is
         reached before. `sizes` is the one size of the global batch, or what it is when; `seq_length`, the tokens of a
-        sample, is asked for only by --train-tokens.
+        sample, or what they are when, is asked for only by --train-tokens.
         """
         lengths = [] if self.train_iters is None else [self.train_iters]
         sizes = constant(sizes) if isinstance(sizes, int) else sizes
-        for samples in (self.train_samples, self.samples_of_tokens(seq_length)):
-            if samples is not None:
-                lengths.append(done + sizes.steps(samples, consumed_samples))
+        if self.train_samples is not None:
+            lengths.append(done + sizes.steps(self.train_samples, consumed_samples))
+        if self.train_tokens is not None:
+            assert seq_length is not None, "--train-tokens is given, so the tokens of a sample must be"
+            reached = {"done": done, "samples": consumed_samples, "consumed": consumed_tokens}
+            lengths.append(done + steps_to(self.train_tokens, sizes, lengths_of(seq_length), **reached))
         if not lengths:
             raise ValueError("the length of the run is missing: give --train-iters or --train-samples, or in tokens")
         return min(lengths)
 
-    def samples_of_tokens(self, seq_length: int | None) -> int | None:
+    def samples_of_tokens(self, sizes: BatchSizes, seq_length: int | SeqLengths | None) -> int | None:
         """Samples that hold --train-tokens, the last one whole; None where that is not given."""
         if self.train_tokens is None:
             return None
         assert seq_length is not None, "--train-tokens is given, so the tokens of a sample must be"
-        return -(-self.train_tokens // seq_length)
+        lengths = lengths_of(seq_length)
+        whole = samples_of(self.train_tokens, sizes, lengths)
+        return whole + (tokens_of(whole, sizes, lengths) < self.train_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from .batch_sizes import BatchSizes, constant
+from .batch_sizes import BatchSizes, SeqLengths, constant, lengths_of, tokens_of
 from .config import BatchConfig, DeepSpeedScheduleConfig, ScheduleConfig
 from .config_schedule import Length, check_tail, check_warmup, needs_lr
 from .lr_curves import Curve, Done, LRRangeTest, MegatronCurve, OneCycle, WarmupCosineLR, WarmupLR, WeightDecay
@@ -47,10 +47,11 @@ class Schedule:
 
 
 def make_schedule(
-    schedule: ScheduleConfig, batch: BatchConfig, sizes: BatchSizes | int, *, seq_length: int | None = None,
-    named: DeepSpeedScheduleConfig | None = None,
+    schedule: ScheduleConfig, batch: BatchConfig, sizes: BatchSizes | int, *,
+    seq_length: int | SeqLengths | None = None, named: DeepSpeedScheduleConfig | None = None,
 ) -> Schedule:
-    """The schedule of a run; `sizes` are the samples of its global batches, `seq_length` the tokens of a sample.
+    """The schedule of a run; `sizes` are the samples of its global batches, `seq_length` the tokens of a sample: each a
+    number, or what it is when.
 
     `named`: parameters of one of DeepSpeed's schedules, if its `lr_scheduler` names one. Raises ValueError without
     --lr where it is needed, without a training length, and for a warm-up that does not end before the decay.
@@ -61,35 +62,38 @@ def make_schedule(
         raise ValueError("the learning rate is missing: give --lr")
     steps = batch.iterations(sizes, seq_length=seq_length)
     if named.lr_scheduler is None:
-        curve: Curve = megatron_curve(schedule, batch, sizes.last, seq_length)
+        curve: Curve = megatron_curve(schedule, batch, sizes, seq_length)
     else:
         curve = deepspeed_curve(named, schedule.lr, steps)
     style, decay = schedule.weight_decay_incr_style, schedule.weight_decay
     ends = (decay, decay) if style == "constant" else (schedule.start_weight_decay, schedule.end_weight_decay)
-    length = batch.train_samples or batch.samples_of_tokens(seq_length)
+    length = batch.train_samples or batch.samples_of_tokens(sizes, seq_length)
     if batch.train_iters is not None:
         length = batch.train_iters * sizes.last
     return Schedule(curve, WeightDecay(*ends, length, style))
 
 
 def megatron_curve(
-    schedule: ScheduleConfig, batch: BatchConfig, global_batch: int, seq_length: int | None
+    schedule: ScheduleConfig, batch: BatchConfig, sizes: BatchSizes, seq_length: int | SeqLengths | None
 ) -> MegatronCurve:
     """Megatron's curve with all lengths in samples; in tokens where the decay or the warm-up is given in tokens."""
     decay, warmup, tail = schedule.decay(batch), schedule.warmup(batch), schedule.tail()
     assert decay is not None, "the run has a length"
     unit = "tokens" if "tokens" in {length.unit for length in (decay, warmup) if length is not None} else "samples"
 
+    def in_samples(length: Length) -> float:
+        return length.value * (sizes.last if length.unit == "iters" else 1)
+
     def counted(length: Length | None) -> Length:
         if length is None:
             return Length("", 0, unit)
         if length.unit == "tokens":
             return length
-        samples = length.value * (global_batch if length.unit == "iters" else 1)
+        samples = in_samples(length)
         if unit == "samples":
             return length._replace(value=samples)
         assert seq_length is not None, "lengths in tokens are asked for, so the tokens of a sample must be given"
-        return length._replace(value=samples * seq_length)
+        return length._replace(value=tokens_of(samples, sizes, lengths_of(seq_length)))
 
     long, warm, last = counted(decay), counted(warmup), counted(tail)
     check_warmup(warm, long)
@@ -99,7 +103,7 @@ def megatron_curve(
     return MegatronCurve(
         max_lr=schedule.lr, min_lr=schedule.min_lr, init_lr=schedule.lr_warmup_init, warmup=warm.value,
         decay=long.value, style=schedule.lr_decay_style, tail=last.value, tail_style=schedule.lr_wsd_decay_style,
-        unit=unit, warmup_samples=warm.value / seq_length if by_samples else None,
+        unit=unit, warmup_samples=in_samples(warmup) if by_samples else None,
     )  # fmt: skip
 
 

@@ -37,8 +37,8 @@ TRAIN_KEYS = (
 # times the mean divergence over the unmasked tokens of the global batch; the whole loss is alpha lm_loss + kd_loss.
 # Where they were asked for and it has a line on the console, params_norm: L2 norm of all parameters after the
 # iteration; num_zeros: elements of the whole gradient that are zero; exp_avg_norm, exp_avg_sq_norm: L2 norms of all
-# first moments (or momenta) and of all second ones.
-EXTRA_KEYS = ("kd_loss", "params_norm", "num_zeros", "exp_avg_norm", "exp_avg_sq_norm")
+# first moments (or momenta) and of all second ones. Under a curriculum, seq_length: tokens of a sample.
+EXTRA_KEYS = ("kd_loss", "params_norm", "num_zeros", "exp_avg_norm", "exp_avg_sq_norm", "seq_length")
 
 # What is added where layers have experts, as moe/statistics.py has it: losses of the router, without
 # coefficient; load: choices of the fullest expert over the mean of its layer; dropped: share of choices without place;
@@ -64,6 +64,7 @@ TAGS = {
     "exp_avg_sq_norm": "second-moments-norm",
     "memory": "memory-bytes",               # --log-memory-to-tensorboard: allocated, or resident at most
     "memory_peak": "memory-peak-bytes",
+    "seq_length": "seq-length",             # --curriculum-schedule-type
     "aux_loss": "load balancing loss",
     "seq_aux_loss": "seq load balancing loss",
     "global_aux_loss": "global load balancing loss",
@@ -162,6 +163,7 @@ class _Console:
             f"iteration {done:>{len(str(self.iterations))}}/{self.iterations}",
             f"consumed samples {record['consumed_samples']}",
             f"consumed tokens {record['consumed_tokens']}",
+            *([f"seq length {record['seq_length']}"] if "seq_length" in record else []),
             f"lm loss {record['lm_loss']:.6f}",
             *([f"kd loss {record['kd_loss']:.6f}"] if "kd_loss" in record else []),
             f"grad norm {record['grad_norm']:.4f}",

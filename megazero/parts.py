@@ -26,7 +26,7 @@ def open_parts(config: Config, tokenizer: Tokenizer, vocab: int, sizes: BatchSiz
 def samples_taken(config: Config, sizes: BatchSizes) -> dict[str, int]:
     """How many samples Megatron would say that the run takes of each part; its order of samples depends on it."""
     batch = config.batch
-    steps = batch.iterations(sizes, seq_length=config.model.seq_length)
+    steps = batch.iterations(sizes, seq_length=config.seq_lengths)
     if batch.train_samples is not None and sizes.consumed(steps) > batch.train_samples:
         steps -= 1      # it leaves out a batch that is not whole
     size = batch.eval_global_batch_size or sizes.last

@@ -107,7 +107,7 @@ class Feed:
     def _micro_batches(self, consumed_samples: int, iteration: int | None) -> list[MicroBatch]:
         if self.reads:
             return [b.to(self.mesh.device) for b in self.loader.global_batch(consumed_samples, iteration)]
-        share, nothing = self.loader.share, torch.empty(0, 0, dtype=torch.int64)
+        share, nothing = self.loader.share, torch.empty(self.loader.seq_length(iteration), 0, dtype=torch.int64)
         roots = [share.number(m) for m in range(share.micro_batches(consumed_samples))]
         draws = [None if iteration is None else (self.loader.seed, iteration, root) for root in roots]
         return [MicroBatch(nothing, draw=draw) for draw in draws]
@@ -158,7 +158,6 @@ class Trainer:
     ) -> None:
         self.machine, self.feeds, self.schedules = machine, feeds, schedules
         self.batch, self.logging, self.metrics, self.saver = batch, logging, metrics, saver
-        self.seq_length = feeds["train"].loader.samples.seq_length
         self.around: Callable[[int], AbstractContextManager] = nullcontext   # of the step of an iteration
         self._last = 0                                      # iteration after which training ends
         self._unread: _Step | None = None
@@ -204,7 +203,7 @@ class Trainer:
         """One optimizer step. Its numbers are read a step later, so that a device never waits for the log."""
         start = time.monotonic()
         feed, machine, iteration = self.feeds["train"], self.machine, progress.iteration + 1
-        size = feed.sizes.at(progress.consumed_samples)
+        size, seq_length = feed.sizes.at(progress.consumed_samples), feed.loader.seq_length(iteration)
         batches, counted = feed.global_batch(progress.consumed_samples, iteration)
         loss_scale = machine.optimizer.loss_scale
         micro_batches = len(batches) * machine.mesh.data.size
@@ -217,7 +216,9 @@ class Trainer:
         update, extra = self._update(rates, measured=self.logging.shows(iteration, self._last))
         if is_taught:
             extra[KD_LOSS] = reports[KD_LOSS] / loss_scale
-        tokens = size * self.seq_length
+        if feed.loader.is_growing:
+            extra["seq_length"] = torch.tensor(seq_length)
+        tokens = size * seq_length
         progress = replace(
             progress, iteration=iteration, consumed_samples=progress.consumed_samples + size,
             consumed_tokens=progress.consumed_tokens + tokens,
@@ -236,15 +237,15 @@ class Trainer:
     def _loss(self, batches: list[MicroBatch], progress: Progress) -> tuple[Tensor, bool]:
         """Forwards and backwards of the step after `progress`: the scaled LM loss, and whether there was a teacher, who
         goes when the time is over."""
-        machine, distillation = self.machine, self.machine.distillation
+        machine, distillation, length = self.machine, self.machine.distillation, len(batches[0].tokens)
         program = machine.train_program(len(batches))
         if distillation is not None and distillation.is_on:
             if distillation.config.teaches(progress.iteration, progress.consumed_tokens):
-                return machine.loss(batches, program, key=TAUGHT), True
+                return machine.loss(batches, program, key=(TAUGHT, length)), True
             self._read()
             distillation.end()
             self.metrics.say(f"distillation ended after iteration {progress.iteration}, and the teacher is freed")
-        return machine.loss(batches, program), False
+        return machine.loss(batches, program, key=length), False
 
     def _update(self, rates: Rates, *, measured: bool) -> tuple[Update, dict[str, Tensor]]:
         """The optimizer's step, and on steps that are shown the figures that were asked for."""

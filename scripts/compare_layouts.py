@@ -176,7 +176,7 @@ def plan(layouts: Sequence[Layout], args: argparse.Namespace, flags: Sequence[st
     batch = config.batch.global_batch(max(layout.data for layout in layouts))
     if not names & {"global-batch-size", "step-batch-size-schedule"}:
         own += ["--global-batch-size", str(batch)]
-    length = config.batch.iterations(batch, seq_length=config.model.seq_length)
+    length = config.batch.iterations(batch, seq_length=config.seq_lengths)
     if length < args.steps:
         raise ValueError(f"--steps {args.steps}: the run ends after {length} (--train-iters)")
     commands = []

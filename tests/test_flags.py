@@ -85,6 +85,7 @@ def test_a_plain_command_line_is_the_defaults():
 
 # A value for each field that the usual one of its type does not fit, and flags without which a field makes no sense.
 VALUES = {
+    "curriculum_max_difficulty": "12",
     "pipeline_model_parallel_layout": "Et|tL",
     "hidden_size": "64", "num_attention_heads": "8", "seq_length": "8", "lr": "0.25", "min_lr": "1e-4",
     "lr_warmup_init": "1e-4", "zero_stage": "0", "kernel": "adam=torch",
@@ -94,7 +95,18 @@ VALUES = {
     "cycle_max_mom": "0.875", "warmup_max_lr": "0.25", "warmup_min_lr": "0.25",
     "moe_layer_freq": "[0,1,1,0]", "moe_router_load_balancing_type": "seq_aux_loss aux_loss",
 }  # fmt: skip
+GROWING = "--curriculum-schedule-type fixed_linear"
 ALONG = {
+    "curriculum_schedule_type": "--curriculum-difficulty 2",
+    "curriculum_min_difficulty": f"{GROWING} --curriculum-total-step 5 --curriculum-difficulty-step 1",
+    "curriculum_max_difficulty": f"{GROWING} --curriculum-min-difficulty 8 --curriculum-total-step 5",
+    "curriculum_total_step": f"{GROWING} --curriculum-min-difficulty 8",
+    "curriculum_difficulty_step": f"{GROWING} --curriculum-min-difficulty 8 --curriculum-total-step 5",
+    "curriculum_root_degree": (
+        "--curriculum-schedule-type fixed_root --curriculum-min-difficulty 8 --curriculum-total-step 5"
+    ),
+    "curriculum_difficulty": "--curriculum-schedule-type fixed_discrete",
+    "curriculum_max_step": "--curriculum-schedule-type fixed_discrete --curriculum-difficulty 2 4",
     "max_position_embeddings": "--seq-length 2",
     "use_rope_scaling": "--position-embedding-type rope",
     "lr_decay_style": "--lr-wsd-decay-iters 2",

@@ -229,7 +229,8 @@ def test_a_run_ends_at_its_tokens_or_before():
         assert BatchConfig(**length, **both).iterations(8, seq_length=SEQUENCE) == expected
     growing = ramp(2, 2, 12, 8)  # 2 2 | 4 | 6 | 8 ...
     assert BatchConfig(**length).iterations(growing, seq_length=SEQUENCE) == 15
-    assert BatchConfig(**length).iterations(growing, seq_length=SEQUENCE, done=4, consumed_samples=14) == 15
+    assert BatchConfig(**length).iterations(growing, seq_length=SEQUENCE, done=4, consumed_samples=14,
+                                             consumed_tokens=14 * SEQUENCE) == 15
 
 
 # ------------------------------------------------------------------------------------------------- parts of the model

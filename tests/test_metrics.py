@@ -160,7 +160,7 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
         log_validation_ppl_to_tensorboard=True, log_memory_to_tensorboard=True,
     )  # fmt: skip
     for i in (1, 2):
-        measured = {"params_norm": 8.0, "num_zeros": 5, "exp_avg_norm": 0.5, "exp_avg_sq_norm": 0.25}
+        measured = {"params_norm": 8.0, "num_zeros": 5, "exp_avg_norm": 0.5, "exp_avg_sq_norm": 0.25, "seq_length": 8}
         measured = measured if i == 2 else {"kd_loss": 0.5}
         balance = EXPERTS | {"seq_aux_loss": 1.0, "global_aux_loss": 1.0}
         metrics.train(record(i, loss=3.0 - i, **measured) | balance)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..batch_sizes import BatchSizes
+from ..batch_sizes import BatchSizes, SeqLengths
 from .batch import MicroBatch
 from .samples import SampleSource
 
@@ -89,7 +89,8 @@ class DocumentRules:
 class Loader:
     """Reads this rank's share of any global batch. The next batch is read ahead by `num_workers` threads.
 
-    What it returns depends on nothing but the arguments: not on the workers, nor on what was asked for before. An
+    What it returns depends on nothing but the arguments: not on the workers, nor on what was asked for before. Samples
+    are cut to the `lengths` of the step that they are for; without, and in evaluation, they are whole. An
     error met while reading ahead is raised when the batch is asked for. `close` ends the threads; so does `with`.
     """
 
@@ -102,9 +103,10 @@ class Loader:
         seed: int,
         rules: DocumentRules = DocumentRules(),
         num_workers: int = 2,
+        lengths: SeqLengths | None = None,
     ):
         self.samples, self.share, self.vocab_size, self.seed, self.rules = samples, share, vocab_size, seed, rules
-        self.num_workers = num_workers
+        self.num_workers, self.lengths = num_workers, lengths
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="read-ahead") if num_workers else None
         self._ahead: tuple[tuple[int, int | None], list[Future[list[MicroBatch]]]] | None = None
 
@@ -124,6 +126,15 @@ class Loader:
         size = self.share.sizes.at(consumed_samples)
         self._ahead = self._read_ahead((consumed_samples + size, None if iteration is None else iteration + 1))
         return [micro_batch for future in futures for micro_batch in future.result()]
+
+    @property
+    def is_growing(self) -> bool:
+        """Whether samples of some steps are shorter than those of others."""
+        return self.lengths is not None and len(self.lengths.lengths) > 1
+
+    def seq_length(self, iteration: int | None) -> int:
+        """Tokens of a sample in a step, or in evaluation."""
+        return self.samples.seq_length if None in (iteration, self.lengths) else self.lengths.at(iteration)
 
     def close(self) -> None:
         """Ends the threads. The loader cannot be used afterwards."""
@@ -161,6 +172,7 @@ class Loader:
             rows = self.samples.rows(numbers)  # [samples, seq + 1]
         except IndexError as past:  # an order that was made for fewer samples
             raise ValueError(str(past)) from past
+        rows = rows[:, : self.seq_length(iteration) + 1]
         self._check(rows, numbers)
         tokens = rows.reshape(len(places), size, -1).transpose(0, 2, 1).astype(np.int64, order="C")
         found = []
@@ -176,7 +188,7 @@ class Loader:
         inputs, labels, rules = torch.from_numpy(tokens[:-1]), torch.from_numpy(tokens[1:]), self.rules
         if not rules.any:
             return MicroBatch(inputs, labels, draw=draw)
-        marks = np.stack([self.samples.begins(k) for k in numbers], axis=1)
+        marks = np.stack([self.samples.begins(k)[: len(tokens)] for k in numbers], axis=1)
         return MicroBatch(
             inputs,
             labels,
