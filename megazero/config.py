@@ -298,6 +298,8 @@ class RunConfig:
     world_size: int | None = flag(None, "ranks of the layout to print; a run takes its launcher's", at_least=1)
     print_lr: int | None = flag(None, "print the rates of the first N steps, and leave", at_least=1)
     print_config: bool = flag(False, "print every setting as JSON, and leave")
+    deepspeed: bool = flag(False, "a run as --deepspeed_config says")
+    deepspeed_config: str | None = flag(None, "DeepSpeed's JSON file, which flags must not contradict")
     kernels: Literal["auto", "triton", "torch"] = flag("auto", "auto: triton on GPUs where it is installed")
     kernel: tuple[str, ...] = flag((), "OP=IMPL, repeatable: one operation by triton or torch whatever --kernels says")
     attention_backend: Literal["auto", "sdpa", "unfused", "flash", "fused", "local"] = flag(
@@ -455,6 +457,7 @@ def check_world(config: Config, world_size: int) -> None:
     for rank in config.logging.profile_ranks:
         if rank >= world_size:
             raise ValueError(f"--profile-ranks {rank}: there are {world_size} ranks, counted from 0")
+    config.batch.check_accumulation(data_size)
     for size in config.batch.sizes(data_size, config.seq_lengths).sizes:
         config.batch.micro_batches(data_size, size)
     config.batch.evaluation(data_size)

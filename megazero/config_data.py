@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Literal
 
 from .batch_sizes import BatchSizes, SeqLengths, constant, lengths_of, ramp, samples_of, staircase, steps_to, tokens_of
-from .settings import at_most_one, check_fields, flag
+from .settings import at_most_one, check_fields, flag, flag_name
 
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 SET_NAME = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
@@ -41,7 +41,10 @@ class BatchConfig:
     """How many samples a step takes and how long training goes on."""
 
     micro_batch_size: int = flag(MISSING, "samples of one forward pass of one replica", at_least=1)
-    global_batch_size: int | None = flag(None, "samples of a step; default: micro-batch x data size", at_least=1)
+    global_batch_size: int | None = flag(
+        None, "samples of a step; default: micro-batch x accumulation x data size", at_least=1
+    )
+    gradient_accumulation_steps: int | None = flag(None, "micro-batches of a step of one replica", at_least=1)
     rampup_batch_size: tuple[int, ...] = flag((), "START INCREMENT SAMPLES: grow to the global batch by steps")
     step_batch_size_schedule: tuple[str, ...] = flag((), "TOKENS:SIZE ...: global batch by tokens, as 0:768 250B:1536")
     decrease_batch_size_if_needed: bool = flag(False, "round a global batch down to whole micro-batches of all ranks")
@@ -61,7 +64,8 @@ class BatchConfig:
         at_most_one({"--train-iters": self.train_iters, "--train-samples": self.train_samples})
         ramped, stepped = self.rampup_batch_size, self.step_batch_size_schedule
         at_most_one({"--step-batch-size-schedule": stepped, "--rampup-batch-size": ramped})
-        at_most_one({"--step-batch-size-schedule": stepped, "--global-batch-size": self.global_batch_size})
+        for name in ("global_batch_size", "gradient_accumulation_steps"):
+            at_most_one({"--step-batch-size-schedule": stepped, flag_name(name): vars(self)[name]})
         if ramped and (len(ramped) != 3 or self.global_batch_size is None):
             shown = " ".join(map(str, ramped))
             raise ValueError(f"--rampup-batch-size {shown}: needs START INCREMENT SAMPLES, and --global-batch-size")
@@ -69,7 +73,7 @@ class BatchConfig:
 
     def sizes(self, data_size: int, seq_length: int | SeqLengths) -> BatchSizes:
         """Samples of a global batch, as a function of the samples consumed before. ValueError if that is none."""
-        last = self.global_batch_size or self.micro_batch_size * data_size
+        last = self.global_batch_size or self.micro_batch_size * (self.gradient_accumulation_steps or 1) * data_size
         if self.step_batch_size_schedule:
             sizes = staircase(self.step_batch_size_schedule, seq_length)
         else:
@@ -115,6 +119,15 @@ class BatchConfig:
     def evaluates(self) -> bool:
         """Whether anything is evaluated."""
         return bool(self.eval_interval or self.skip_train) and self.eval_iters > 0
+
+    def check_accumulation(self, data_size: int) -> None:
+        """ValueError, with the equation, where a global batch is not what --gradient-accumulation-steps make it."""
+        micro, steps, batch = self.micro_batch_size, self.gradient_accumulation_steps, self.global_batch(data_size)
+        if steps is not None and batch != micro * steps * data_size:
+            raise ValueError(
+                f"--global-batch-size {batch} (train_batch_size) must be --micro-batch-size {micro} x "
+                f"--gradient-accumulation-steps {steps} x data size {data_size} = {micro * steps * data_size}"
+            )
 
     def iterations(
         self, sizes: BatchSizes | int, *, seq_length: int | SeqLengths | None = None, done: int = 0,

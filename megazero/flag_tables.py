@@ -28,6 +28,8 @@ RENAMED = {
     "lr-schedule": "lr_scheduler",
     "ddp-bucket-size": "bucket_size",
     "zero-reduce-bucket-size": "bucket_size",
+    "deepscale": "deepspeed",
+    "deepscale-config": "deepspeed_config",
 }
 
 # MegaBlocks' spellings, whose router weights the choices by a softmax over all experts.
@@ -118,7 +120,6 @@ REFUSED = {
     "fp8 and fp4": """fp8-format fp8 fp4-format fp8-amax-history-len fp8-amax-compute-algo fp8-param-gather fp8-margin
         fp8-recipe""",
     "products of bf16 without its own rounding of partial sums": "disable-bf16-reduced-precision-matmul",
-    "reading a DeepSpeed configuration": "deepspeed deepspeed-config deepscale deepscale-config",
     "starting the schedule again at a loaded checkpoint": "no-load-lr-state",
     "choosing a checkpoint by DeepSpeed's tag (see --ckpt-step)": "load-tag",
     "context parallelism": """context-parallel-size ds-sequence-parallel-size ds-sequence-parallel-fpdt

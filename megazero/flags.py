@@ -1,8 +1,8 @@
 """The command line: argv -> Config, in the spellings of Megatron-LM and of Megatron-DeepSpeed.
 
 Which flags there are is in the fields of the configuration and in flag_tables.py. What --config FILE says is read in
-the same way, and counts less than the command line; where both are silent a family's defaults count (--defaults), and
-then those of the fields.
+the same way, and counts less than the command line; what the file of --deepspeed_config says must agree with both.
+Where all are silent a family's defaults count (--defaults), and then those of the fields.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from . import ds_config
 from .config import SECTIONS, Config
 from .config_data import NUMBER
 from .config_schedule import needs_lr
+from .ds_keys import WITHOUT_DEFAULT
 from .flag_families import NAMES, defaults, guess
 from .flag_file import read_settings
 from .flag_tables import (
@@ -125,6 +128,7 @@ def parse(
     reading = read(given, settings)
     if (file := reading.last("config")) is not None:
         reading = reading.over(read_file(file.one_word(), settings))
+    read_deepspeed(reading, settings)
     if reading.unknown:
         raise UsageError("; ".join(reading.unknown))
     if refused := refusals(reading):
@@ -147,7 +151,7 @@ def parse(
             sections[section] = kind(**(start | own))
         return Config(**sections), [*told, *notices(reading, values)]
     except ValueError as wrong:
-        raise UsageError(as_typed(str(wrong), reading.names)) from wrong
+        raise UsageError(in_keys(as_typed(str(wrong), reading.names), reading)) from wrong
 
 
 def read(given: list[Given], settings: dict[str, Setting]) -> Reading:
@@ -183,6 +187,47 @@ def read_file(path: str, settings: dict[str, Setting]) -> Reading:
     reading.values |= silent
     told = {name: source for name, source in reading.sources.items() if reading.values[name] != settings[name].default}
     return replace(reading, sources=told)
+
+
+def read_deepspeed(reading: Reading, settings: dict[str, Setting]) -> None:
+    """Put what the file of --deepspeed_config says into `reading`. UsageError where flags say otherwise."""
+    known = reading.weak | reading.values
+    path = known.get("deepspeed_config")
+    if path is None:
+        if known.get("deepspeed"):
+            raise UsageError("--deepspeed needs --deepspeed_config FILE")
+        return
+    try:
+        file = ds_config.translate(Path(path))
+        for asked in file.asked:
+            try:
+                own = read([Given(f"--{asked.flag}", list(asked.words))], settings).values
+            except UsageError as wrong:
+                raise UsageError(f"{path}: {asked.key}: {wrong}") from wrong
+            for name, value in own.items():
+                if asked.weak:
+                    reading.weak.setdefault(name, value)
+                    continue
+                if name in reading.sources and known[name] != value:
+                    told = f"{flag_name(name)} {value}, but {reading.sources[name]} {known[name]} is given"
+                    raise UsageError(f"{path}: {asked.key} says {told}")
+                known[name] = reading.values[name] = value
+                reading.sources.setdefault(name, asked.key)
+    except ValueError as wrong:
+        raise UsageError(str(wrong)) from wrong
+    for key, flag in ((key, flag) for key, flags in file.auto.items() for flag in flags):
+        if flag in WITHOUT_DEFAULT and flag.replace("-", "_") not in known:
+            raise UsageError(f'{path}: {key} is "auto", but there is no --{flag}, which has no default')
+    reading.accepted |= {key: reason for reason, keys in file.accepted.items() for key in keys}
+
+
+def in_keys(message: str, reading: Reading) -> str:
+    """The message with the keys of the file of --deepspeed_config in place of the flags that they stand for."""
+    told = message
+    for name, key in reading.sources.items():
+        if not key.startswith("--"):
+            told = re.sub(rf"{flag_name(name)}(?![\w-])", key, told)
+    return told if told == message else f"{reading.values['deepspeed_config']}: {told}"
 
 
 def family_defaults(reading: Reading, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -18,11 +18,11 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 # fits a path counts; a trailing slash means the whole folder.
 FLOORS = (
     ("megazero/settings.py", "megazero/checksum.py", "megazero/tensor_file.py", "megazero/batch_sizes.py",
-     "megazero/layout_string.py", "megazero/allocator.py"),
+     "megazero/layout_string.py", "megazero/allocator.py", "megazero/ds_keys.py"),
     ("megazero/config.py", "megazero/config_data.py", "megazero/config_moe.py", "megazero/config_parallel.py",
      "megazero/config_precision.py", "megazero/config_checkpoint.py", "megazero/config_schedule.py",
      "megazero/config_distill.py", "megazero/config_curriculum.py", "megazero/lr_curves.py",
-     "megazero/tensor_stream.py"),
+     "megazero/ds_config.py", "megazero/tensor_stream.py"),
     ("megazero/flags.py", "megazero/flag_tables.py", "megazero/flag_families.py", "megazero/flag_file.py",
      "megazero/resume.py", "megazero/lr_schedule.py", "megazero/precision.py",
      "megazero/loss_scale.py", "megazero/hf_config.py", "megazero/flops.py"),
@@ -83,6 +83,8 @@ PURE = (
     "megazero/config_data.py",
     "megazero/config_distill.py",
     "megazero/config_moe.py",
+    "megazero/ds_config.py",
+    "megazero/ds_keys.py",
     "megazero/flags.py",
     "megazero/flag_families.py",
     "megazero/flag_file.py",

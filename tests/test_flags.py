@@ -83,9 +83,11 @@ def test_a_plain_command_line_is_the_defaults():
     assert config.data.mock_data
 
 
+EXAMPLE = str(Path(__file__).resolve().parent.parent / "examples" / "ds_config.json")
+
 # A value for each field that the usual one of its type does not fit, and flags without which a field makes no sense.
 VALUES = {
-    "curriculum_max_difficulty": "12",
+    "curriculum_max_difficulty": "12", "deepspeed_config": EXAMPLE,
     "pipeline_model_parallel_layout": "Et|tL",
     "hidden_size": "64", "num_attention_heads": "8", "seq_length": "8", "lr": "0.25", "min_lr": "1e-4",
     "lr_warmup_init": "1e-4", "zero_stage": "0", "kernel": "adam=torch",
@@ -107,6 +109,8 @@ ALONG = {
     ),
     "curriculum_difficulty": "--curriculum-schedule-type fixed_discrete",
     "curriculum_max_step": "--curriculum-schedule-type fixed_discrete --curriculum-difficulty 2 4",
+    "deepspeed": f"--deepspeed_config {EXAMPLE} --defaults megazero",
+    "deepspeed_config": "--defaults megazero",
     "max_position_embeddings": "--seq-length 2",
     "use_rope_scaling": "--position-embedding-type rope",
     "lr_decay_style": "--lr-wsd-decay-iters 2",
@@ -180,6 +184,7 @@ def test_every_field_is_honoured(setting):
         ("--no-bias-gelu-fusion", "model", {"activation": "gelu"}),
         ("--enable-zbh1-pipeline", "parallel", {"pipeline_schedule": "zb-h1"}),
         ("--moe-expert-parallel-size 1", "parallel", {"expert_model_parallel_size": 1}),
+        (f"--deepscale --deepscale-config {EXAMPLE}", "run", {"deepspeed": True, "deepspeed_config": EXAMPLE}),
         ("--topk 1", "moe", {"moe_router_topk": 1, "moe_family": "megatron-deepspeed"}),
         ("--topk 2 --moe-family megatron-lm", "moe", {"moe_router_topk": 2, "moe_family": "megatron-lm"}),
         ("--moe-loss-coeff 0.5", "moe", {"moe_aux_loss_coeff": (0.5,), "moe_family": "megatron-deepspeed"}),
@@ -338,9 +343,9 @@ def test_a_refused_flag_names_what_is_missing(name):
 
 
 def test_all_refusals_come_at_once():
-    message = fault(f"{BASE} --fp8 --deepspeed --deepspeed_config=ds.json --zero-stage 1")
+    message = fault(f"{BASE} --fp8 --load-tag x --zero-stage 1")
     assert "--fp8: not available yet: fp8 and fp4" in message
-    assert "--deepspeed_config ds.json: not available yet: reading a DeepSpeed configuration" in message
+    assert "--load-tag x: not available yet: choosing a checkpoint by DeepSpeed's tag" in message
 
 
 def test_flags_of_the_loss_scale_are_told_to_be_idle_without_fp16():
