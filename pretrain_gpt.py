@@ -43,10 +43,10 @@ from megazero.parallel.groups import Mesh, World, choose_device, connect, discon
 from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
 from megazero.parts import open_parts, rules_of
-from megazero.pipe.split import Split
 from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.pipe.trace import write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
+from megazero.planner.layout import layout_of, split_of
 from megazero.precision import dtypes, residual_dtype
 from megazero.products import describe_products, products_of
 from megazero.profiling import Profile
@@ -102,7 +102,11 @@ def answer(config: Config, world: World) -> bool:
     if asked.print_layout:
         check_world(config, size)
         vocab = config.model.vocab_size or build_tokenizer(config.data).vocab_size
-        lines.append(describe_layout(layers_of(config, vocab), topology_of(config, size), pipelining_of(config)))
+        layers, layout = layers_of(config, vocab), layout_of(config, vocab, size)
+        lines.append(describe_layout(
+            layers, topology_of(config, size), layout, pipelining_of(config), memory_gb=asked.device_memory_gb,
+            as_json=asked.json,
+        ))
     if world.rank == 0 and lines:
         print("\n".join(lines))
     return bool(lines)
@@ -334,12 +338,7 @@ def zero_of(config: Config) -> Zero:
 def pipelining_of(config: Config) -> Pipelining:
     """Schedule, stages per rank and the rule of the split. Raises ValueError where they do not go together."""
     parallel, layers = config.parallel, config.model.num_layers
-    split = Split(
-        parallel.pipeline_split, parallel.pipeline_model_parallel_layout, parallel.decoder_first_pipeline_num_layers,
-        parallel.decoder_last_pipeline_num_layers, parallel.account_for_embedding_in_pipeline_split,
-        parallel.account_for_loss_in_pipeline_split,
-    )
-    how = Pipelining(parallel.schedule(layers), parallel.chunks(layers), split)
+    how = Pipelining(parallel.schedule(layers), parallel.chunks(layers), split_of(parallel))
     how.order.check(parallel.pipeline_model_parallel_size, 1, how.chunks)
     return how
 

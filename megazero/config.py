@@ -294,8 +294,10 @@ class RunConfig:
     """The run itself: its seed, its kernels, and commands that print and leave."""
 
     seed: int = flag(1234, "seed of weights, order of samples and dropout", at_least=0)
-    print_layout: bool = flag(False, "print ranks, groups, layers and parameters of --world-size ranks, and leave")
+    print_layout: bool = flag(False, "print ranks, groups, layers, memory of --world-size ranks, and leave")
     world_size: int | None = flag(None, "ranks of the layout to print; a run takes its launcher's", at_least=1)
+    device_memory_gb: float | None = flag(None, "memory of a device: say whether the layout to print fits", above=0)
+    json: bool = flag(False, "print the layout as JSON")
     print_lr: int | None = flag(None, "print the rates of the first N steps, and leave", at_least=1)
     print_config: bool = flag(False, "print every setting as JSON, and leave")
     deepspeed: bool = flag(False, "a run as --deepspeed_config says")
@@ -310,6 +312,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        if not self.print_layout and (self.json or self.device_memory_gb is not None):
+            raise ValueError(f"{'--json' if self.json else '--device-memory-gb'} goes with --print-layout")
         for entry in self.kernel:
             operation, _, implementation = entry.partition("=")
             if not operation or implementation not in ("triton", "torch"):

@@ -64,6 +64,9 @@ NOT_HERE = {
     "print_layout": "this runs",
     "print_lr": "this runs",
     "print_config": "this runs",
+    "world_size": "--layouts says it",
+    "json": "this runs",
+    "device_memory_gb": "this runs",
 }
 
 

@@ -44,11 +44,13 @@ FLOORS = (
     ("megazero/checkpoint_index.py", "megazero/hf_names.py"),
     ("megazero/checkpoint.py",),
     ("megazero/retention.py", "megazero/moe/students.py"),
-    ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/plan.py", "megazero/snapshot.py",
+    ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/snapshot.py",
      "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py",
      "megazero/weights_only.py"),
     ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py", "megazero/upcycle.py", "megazero/parts.py",
      "megazero/starting.py"),
+    ("megazero/planner/",),
+    ("megazero/plan.py",),
     ("benchmarks/kernel_list.py",),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )
@@ -109,6 +111,12 @@ PURE = (
     "megazero/pipe/zero_bubble.py",
     "megazero/pipe/lower.py",
     "megazero/pipe/simulate.py",
+    "megazero/planner/layout.py",
+    "megazero/planner/footprint.py",
+    "megazero/planner/devices.py",
+    "megazero/planner/seconds.py",
+    "megazero/planner/step.py",
+    "megazero/planner/search.py",
 )
 PURE_WITH_NUMPY = (
     "megazero/checksum.py",
@@ -124,7 +132,7 @@ FILE_LINES = 500
 FUNCTION_LINES, KERNEL_LINES = 60, 80
 PARAMETERS = 7
 # Of megazero/ and the front door; 14,000 until Hugging Face folders, experts, students and ten kernels came in.
-PACKAGE_LINES = 20_000
+PACKAGE_LINES = 26_000
 GETATTR_PER_LINES = 1000  # one call of getattr is tolerated in so many lines of the whole
 
 BANNED_FIRST = ("get", "do", "handle")  # words that say nothing, at the start of a function's name

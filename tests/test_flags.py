@@ -135,6 +135,8 @@ ALONG = {
     "finetune": "--load x",
     "keep_last": "--save x --save-interval 3",
     "world_size": "--print-layout",
+    "json": "--print-layout",
+    "device_memory_gb": "--print-layout",
     "rampup_batch_size": "--global-batch-size 8",
     "valid_data_path": "--train-data-path x",
     "test_data_path": "--train-data-path x",
@@ -410,6 +412,8 @@ def test_a_run_may_be_counted_in_tokens_alone():
         ("--checkpoint-activations --recompute-granularity selective", "--checkpoint-activations and --recompute-gra"),
         ("--recompute-granularity full", "--recompute-granularity full needs --recompute-method uniform or block"),
         ("--world-size 8", "--world-size goes with --print-layout"),
+        ("--json", "--json goes with --print-layout"),
+        ("--device-memory-gb 80", "--device-memory-gb goes with --print-layout"),
         (
             "--moe-expert-parallel-size 2",
             "--moe-expert-parallel-size 2 needs --num-experts above 1",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,43 @@ def test_the_layout_of_a_world_is_printed_without_the_world(capsys: pytest.Captu
     assert [row[4] for row in rows] == [f"{first.parameters:,}"] * 4 + [f"{last.parameters:,}"] * 4
     assert f"parameters {first.recorded + last.recorded:,}" in out
     assert pretrain_gpt.main([*words, "--world-size", "6"]) == 2
+
+
+GPT_175B = (
+    "--num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048 --vocab-size 51200 --print-layout "
+)
+
+
+def test_a_model_that_does_not_fit_is_said_not_to(capsys: pytest.CaptureFixture) -> None:
+    """96 layers of 12,288 at tensor 4, pipeline 4, data 2: 109 GB of states by the published 16 bytes, and more here,
+    where gradients are fp32."""
+    layout = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4 --world-size 32 --device-memory-gb 80"
+    assert pretrain_gpt.main(f"{GPT_175B} {layout} --bf16".split()) == 0
+    out = capsys.readouterr().out
+    assert "per parameter, of which 2 are a gradient's: 108.74 to 110.09 GB per rank" in out
+    assert "it does not fit: " in out and " GB are needed of --device-memory-gb 80" in out
+    rows = [line.split() for line in out.splitlines() if re.fullmatch(r"\d( +\d+\.\d\d){6}", line)]
+    for row, elements in zip(rows, (11_056_373_760, 10_873_921_536, 10_873_921_536, 11_031_232_512), strict=True):
+        parameters, gradients, _, states, activations, total = map(float, row[1:])
+        assert (parameters, gradients) == pytest.approx((2e-9 * elements, 4e-9 * elements), abs=0.01)
+        assert states == pytest.approx(12e-9 * elements, rel=0.01)
+        assert total == pytest.approx(states + activations, abs=0.02)
+    assert "bubble 75.0% in a step of 1 micro-batches" in out
+
+
+def test_the_layout_of_a_large_world_is_told_in_seconds(capsys: pytest.CaptureFixture) -> None:
+    """98,304 ranks, as JSON; of the processor's time, whatever else runs."""
+    layout = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 32 --world-size 98304 --json"
+    began = time.process_time()
+    more = "--recompute-granularity full --recompute-method uniform --global-batch-size 24576"
+    assert pretrain_gpt.main(f"{GPT_175B} {layout} {more}".split()) == 0
+    assert time.process_time() - began < 3
+    told = json.loads(capsys.readouterr().out)
+    assert told["world"] == 98304 and told["axes"]["data"] == 384 and told["micro_batches"] == 64
+    assert told["groups"]["data"] == {"size": 384, "count": 256, "first": [8 * i for i in range(384)]}
+    assert len(told["pipeline"]) == 32 and told["ranks"][-1]["pipeline"] == 31
+    assert told["bubble"] == pytest.approx(31 / 95, rel=0.05) and told["fits"]
+    assert told["flops_with_recomputation"] > 1.3 * told["flops_of_a_step"]
 
 
 def test_rates_are_printed_as_the_run_uses_them(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ FAULTS = (
     ("attributes_are_known", "megazero/mlp.py", "hasattr(1, 'x')", 2, "asks hasattr"),
     ("attributes_are_known", "megazero/mlp.py", "getattr(1, 'x')", 2, "one getattr too many"),
     ("files_are_short", "megazero/mlp.py", "\n" * 500, 1, "has 502 lines"),
-    ("files_are_short", "megazero/mlp.py", "\n" * 20_000, 1, "at most 20000 in all"),
+    ("files_are_short", "megazero/mlp.py", "\n" * 26_000, 1, "at most 26000 in all"),
     ("functions_are_short", "megazero/mlp.py", "def f() -> None:" + "\n" * 61 + "    pass", 2, "f has 62 lines"),
     ("functions_are_short", "megazero/kernels/x.py", "def f() -> None:" + "\n" * 80 + "    pass", 2, "at most 80"),
     (
