@@ -7,19 +7,19 @@
 # repository:
 #
 #   DATA=my_text_document TOKENIZER="--vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt" OUT=runs/my_moe
-#   NODES=8 NODE_RANK=0 MASTER_ADDR=node0 GPUS_PER_NODE=8      one call per node
+#   NODES=8 NODE_RANK=0 MASTER_ADDR=node0 GPUS_PER_NODE=8      one call per node; see launch.sh
 #   TENSOR=2 PIPELINE=4 EXPERT=16 ZERO=2                       the layout; EXPERT: by default as many as there can be
 #   TINY=1      seconds on a CPU with made-up data, to see that it works
-#   DRY_RUN=1   print the command, one word per line, and start nothing
+#   DRY_RUN=1   the layout and its memory, without starting it; DRY_RUN=command: the command, one word per line
 #
 # With --print-layout --world-size N one process shows the layout on N ranks.
-source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 pretrain() {
-    local nodes="${NODES:-1}" gpus="${GPUS_PER_NODE:-1}" asked="" word
+    GPUS_PER_NODE="${GPUS_PER_NODE:-1}" VOCAB=50257
+    local asked="" word world=$((${NODES:-1} * GPUS_PER_NODE)) largest=0 count data precision steps
     local tensor="${TENSOR:-1}" pipeline="${PIPELINE:-1}" out="${OUT:-runs/$NAME}"
     local tokens="${TRAIN_TOKENS:-300000000000}" sequence="${SEQUENCE:-2048}" std="${INIT_STD:-0.014}"
-    local world=$((nodes * gpus)) processes=$((nodes * gpus)) largest=0 count data precision steps start
     read -ra data <<< "--data-path ${DATA:-data/corpus_text_document} --split ${SPLIT:-98,2,0} \
         ${TOKENIZER:---vocab-file data/gpt2-vocab.json --merge-file data/gpt2-merges.txt}"
     precision=(--fp16 --initial-scale-power 11 --loss-scale-window 500 --hysteresis 2 --min-loss-scale 1)
@@ -30,13 +30,13 @@ pretrain() {
     )
     if [ "${TINY:-0}" = 1 ]; then
         tiny_model
-        data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 97)
+        VOCAB=97 data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 97)
         precision=()
         steps=(--train-iters 4 --lr-decay-style cosine --lr-decay-iters 4 --save-interval 4 --log-interval 1)
         export OMP_NUM_THREADS=1
     fi
     for word in "$@"; do
-        if [ "$asked" = --world-size ]; then world="$word" processes=1; fi
+        if [ "$asked" = --world-size ]; then world="$word"; fi
         asked="$word"
     done
     # Experts are cut over all ranks of a stage, as far as the largest layer can be.
@@ -55,21 +55,7 @@ pretrain() {
         --tensorboard-dir "$out/tensorboard" --metrics-jsonl "$out/metrics.jsonl"
         ${TEACHER_FLAGS[@]+"${TEACHER_FLAGS[@]}"} "$@"
     )
-    if [ "${DRY_RUN:-0}" = 1 ]; then
-        printf '%s\n' pretrain_gpt.py "${FLAGS[@]}"
-        return
-    fi
-    cd "$ROOT"
-    prepare_environment
-    mkdir -p "$out"
-    start=("$PYTHON")
-    if [ "$processes" -gt 1 ]; then
-        start+=(
-            -m torch.distributed.run --nnodes "$nodes" --node-rank "${NODE_RANK:-0}" --nproc-per-node "$gpus"
-            --master-addr "${MASTER_ADDR:-127.0.0.1}" --master-port "${MASTER_PORT:-29500}"
-        )
-    fi
-    "${start[@]}" pretrain_gpt.py "${FLAGS[@]}"
+    launch "$out"
 }
 
 common_divisor() { # A B

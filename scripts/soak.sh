@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What takes longer than a test may: layouts through torch.compile's C++ compiler, and 30 kills of a random rank during
-# saves. Arguments go to the kill test.
+# What takes longer than a test may: layouts through torch.compile's C++ compiler, the tiny runs of all launch scripts
+# (the suite has those of gpt_125m, gpt_175b, llama_70b, mixtral_8x7b and the MoE family), and 30 kills of a random rank
+# during saves. Arguments go to the kill test.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
@@ -10,5 +11,10 @@ FOLDER="$(mktemp -d)"
 trap 'rm -rf "$FOLDER"' EXIT
 echo "== --compile in three layouts"
 "$PYTHON" -m pytest -q --timeout 3600 tests/soak_compiled.py
+for script in scripts/pretrain_*.sh; do
+    name="$(basename "$script" .sh)"
+    echo "== TINY=1 $script"
+    TINY=1 MEGAZERO_PYTHON="$PYTHON" TEACHER="$FOLDER/${name%_mos}/checkpoints" OUT="$FOLDER/$name" bash "$script"
+done
 echo "== 30 kills during saves"
 "$PYTHON" scripts/kill_saves.py --kills 30 --ranks 2 --save "$FOLDER/kills" "$@"

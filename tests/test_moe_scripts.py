@@ -39,7 +39,7 @@ def flags(name, *more, **environment):
     words = ["bash", f"scripts/pretrain_moe_{name}.sh", *more]
     plain = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
     found = subprocess.run(
-        words, cwd=ROOT, env=plain | {"DRY_RUN": "1"} | environment, capture_output=True, text=True, timeout=60
+        words, cwd=ROOT, env=plain | {"DRY_RUN": "command"} | environment, capture_output=True, text=True, timeout=60
     )
     assert found.returncode == 0 and found.stderr == "", found.stderr
     first, *rest = found.stdout.splitlines()
