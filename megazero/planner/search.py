@@ -16,7 +16,7 @@ from .seconds import Seconds, block_seconds, stage_seconds
 from .step import Prediction, after_seconds, predict, seconds_of_stages, sending_seconds
 
 LARGEST_MICRO_BATCH = 32
-SIMULATED = 4           # layouts whose schedule is simulated at a time, the best by formulas first
+SIMULATED = 2           # layouts whose schedule is simulated at a time, the best by formulas first
 NEAR = 1.04             # how much slower by formulas a layout may be than those found, and still be simulated
 SLACK = 1.1             # how far the bytes by formula may be above the memory before a layout is left out
 CHUNKS = (2, 3, 4, 6, 8)
