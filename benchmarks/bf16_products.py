@@ -58,7 +58,7 @@ def step(model: ModelConfig, vocab: int, batch: int) -> Way:
     """A whole training step."""
     tokens, labels = torch.randint(vocab, (2, batch, model.seq_length))
     ways = {
-        how: our_step(our_machine(model, vocab, Zero(1, 1.0), ranks=1, dtype=torch.bfloat16, products=how))
+        how: our_step(our_machine(model, vocab, Zero(1, 1.0), dtype=torch.bfloat16, products=how))
         for how in (OWN, WIDE)
     }
     return lambda how: ways[how](tokens, labels)

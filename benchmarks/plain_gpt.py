@@ -74,12 +74,11 @@ def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
 
 
 def our_machine(
-    model: ModelConfig, vocab: int, zero: Zero, *, ranks: int = 1, topology: Topology | None = None,
+    model: ModelConfig, vocab: int, zero: Zero, *, topology: Topology = Topology(),
     dtype: torch.dtype = torch.float32, products: Products = Products(), kernels: Kernels = Kernels(),
 ) -> Machine:
-    """The engine and the optimizer as the trainer has them, parameters in `dtype`, over so many data ranks or another
-    topology."""
+    """The engine and the optimizer as the trainer has them, parameters in `dtype`."""
     layers = gpt_layers(GPTSetup(model, vocab, torch.float32, kernels=kernels))
     optimizer = OptimizerConfig(adam_eps=1e-8)
     setup = Setup(Dtypes(dtype, torch.float32), optimizer, zero)
-    return assemble(layers, open_mesh(topology or Topology(data=ranks), products=products), setup)
+    return assemble(layers, open_mesh(topology, products=products), setup)

@@ -93,9 +93,9 @@ def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
     if name == OURS:
         keep_freed_memory()
         kernels = Kernels("compiled" if args.compile else "auto")
-        step = our_step(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1, kernels=kernels))
+        step = our_step(our_machine(model, args.vocab, Zero(1, CLIP), kernels=kernels))
     elif name == PLAIN:
-        plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP), ranks=1), model, args.vocab)
+        plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP)), model, args.vocab)
         step = torch_step(plain, plain)
     else:
         step = gpt2_step(model, args.vocab)

@@ -37,9 +37,11 @@ from megazero.allocator import keep_freed_memory  # noqa: E402
 from megazero.config import ModelConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
 from megazero.machine import Machine  # noqa: E402
+from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
 
 RANKS = 2
+DATA = Topology(data=RANKS)
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
 OURS = {
     "megazero stage 0": Zero(0, CLIP),
@@ -141,9 +143,9 @@ def contender(name: str, rank: int, args: argparse.Namespace) -> Contender:
     model = model_of(args)
     if name in OURS:
         keep_freed_memory()
-        step, state = our_way(our_machine(model, args.vocab, OURS[name], ranks=RANKS))
+        step, state = our_way(our_machine(model, args.vocab, OURS[name], topology=DATA))
     else:
-        plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP), ranks=RANKS), model, args.vocab)
+        plain = plain_copy(our_machine(model, args.vocab, Zero(1, CLIP), topology=DATA), model, args.vocab)
         if name.startswith("DeepSpeed"):
             step, state = deepspeed_way(int(name[-1]), rank, args.batch, plain)
         else:
@@ -171,7 +173,7 @@ def step_over_traffic(args: argparse.Namespace) -> dict[str, float]:
     over the gradient, 8 bytes per element, in turn with the steps.
     """
     torch.set_num_threads(1)
-    machine = our_machine(model_of(args), args.vocab, Zero(1, CLIP), ranks=1)
+    machine = our_machine(model_of(args), args.vocab, Zero(1, CLIP))
     buckets, times = machine.optimizer.buckets, []
     for _ in range(args.rounds):
         for bucket in buckets:

@@ -65,13 +65,22 @@ SHOWN = {
         "decrease_batch_size_if_needed",
     "test_batch_sizes.py::test_every_size_on_the_way_must_be_filled_c137": "global_batch_size",
     "test_batch_sizes.py::test_sizes_do_not_depend_on_micro_batch_or_data_size": "rampup_batch_size",
+    "test_compiled.py::test_compiled_formulas_train_the_same_model": "compile",
     "test_config.py::test_unset_fields_follow_from_others": "group_query_attention",
     "test_config_moe.py::test_c107_the_degree_fits_the_ranks_of_a_stage": "expert_model_parallel_size",
     "test_config_moe.py::test_experts_are_cut_over_tensor_ranks_or_shared_by_them":
         "expert_tensor_parallel_size enable_expert_tensor_parallelism",
     "test_config_moe.py::test_several_kinds_of_balancing_have_a_coefficient_each": "moe_aux_loss_coeff",
     "test_config_moe.py::test_the_families_place_experts_at_opposite_layers": "moe_layer_freq expert_interval",
+    "test_curriculum.py::test_any_layout_trains_the_same_with_samples_that_grow":
+        "curriculum_schedule_type curriculum_min_difficulty curriculum_total_step curriculum_difficulty_step",
+    "test_curriculum.py::test_discrete_lengths_are_those_of_deepspeeds_scheduler":
+        "curriculum_difficulty curriculum_max_step",
+    "test_curriculum.py::test_lengths_are_those_of_deepspeeds_scheduler":
+        "curriculum_max_difficulty curriculum_root_degree",
     "test_data_runs.py::test_a_staircase_counts_tokens": "step_batch_size_schedule",
+    "test_ds_config.py::test_a_file_is_read_alike_by_the_run_and_by_its_flags": "deepspeed deepspeed_config",
+    "test_ds_config.py::test_sizes_of_batches_must_be_one_equation": "gradient_accumulation_steps",
     "test_eval_sizes.py::test_evaluation_disturbs_no_bit_of_training": "eval_micro_batch_size",
     "test_eval_sizes.py::test_skip_train_evaluates_what_was_saved_and_leaves": "skip_train",
     "test_eval_sizes.py::test_the_loss_is_of_as_many_samples_as_were_asked_for":
@@ -80,11 +89,13 @@ SHOWN = {
         "reset_position_ids reset_attention_mask eod_mask_loss",
     "test_front_door.py::test_a_finished_run_does_nothing_when_relaunched_and_goes_on_to_a_larger_target":
         "train_iters save load save_interval",
+    "test_front_door.py::test_a_model_that_does_not_fit_is_said_not_to": "device_memory_gb",
     "test_front_door.py::test_a_run_is_left_at_an_interval_or_after_a_time_with_a_save": "exit_interval",
     "test_front_door.py::test_all_ranks_leave_together_when_time_is_up": "exit_duration_in_mins",
     "test_front_door.py::test_auto_resume_starts_anew_where_there_is_nothing_and_says_so": "auto_resume",
     "test_front_door.py::test_the_attention_that_is_asked_for_runs": "attention_backend",
     "test_front_door.py::test_the_configuration_is_printed_whole": "print_config",
+    "test_front_door.py::test_the_layout_of_a_large_world_is_told_in_seconds": "json",
     "test_front_door.py::test_the_layout_of_a_world_is_printed_without_the_world":
         "tensor_model_parallel_size pipeline_model_parallel_size print_layout world_size",
     "test_kill_saves.py::test_a_rank_killed_while_it_saves_loses_nothing": "async_save",
@@ -130,11 +141,15 @@ SHOWN = {
     "test_metrics.py::test_what_was_not_asked_for_is_not_written": "tensorboard_log_interval",
     "test_moe_runs.py::test_one_expert_takes_every_token_and_three_ranks_receive_none": "moe_router_bias_update_rate",
     "test_overflow_runs.py::test_c090_a_run_from_2_to_the_32_skips_some_steps_and_then_trains": "fp16",
-    "test_parity.py::test_any_layout_trains_the_same_model_as_one_rank": "fp64",
+    "test_parity.py::test_any_layout_trains_the_same_model_as_one_rank":
+        "fp64 loss_chunk_size softmax_type window_size window_attn_skip_freq",
     "test_precision_runs.py::test_a_residual_stream_in_fp32_is_nearer_to_a_run_in_fp32_and_travels_so":
         "fp32_residual_connection",
     "test_precision_runs.py::test_gradients_that_travel_in_bf16_train_the_model_of_one_rank_to_bf16":
         "bf16 grad_reduce_in_bf16",
+    "test_profiling.py::test_a_rank_or_a_step_that_is_not_chosen_has_nothing_around_it": "profile profile_ranks",
+    "test_profiling.py::test_the_window_is_traced_and_its_costliest_ops_are_told":
+        "profile_dir profile_step_start profile_step_end",
     "test_resume.py::test_c121_a_schedule_goes_on_as_the_flag_says":
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
     "test_resume.py::test_c121_without_a_flag_two_schedules_must_be_one": "lr_warmup_iters",

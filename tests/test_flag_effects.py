@@ -16,6 +16,7 @@ import pretrain_gpt
 from megazero import metrics
 from megazero.flag_tables import RENAMED, SETS
 from megazero.flags import all_settings, parse
+from megazero.flops import Flops
 from megazero.lr_curves import Done
 from megazero.parallel.groups import World, choose_device
 from megazero.plan import plan_stages
@@ -72,7 +73,8 @@ def queue(words: str) -> object:
     made = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(metrics, "EventFileWriter", lambda *how: made.append(how))
-        metrics.Metrics(asked(f"--tensorboard-dir x {words}").logging, iterations=1, world=1, writes=True, flops=1.0)
+        logging = asked(f"--tensorboard-dir x {words}").logging
+        metrics.Metrics(logging, iterations=1, world=1, writes=True, flops=Flops(1.0, None))
     return made
 
 

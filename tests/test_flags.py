@@ -95,6 +95,7 @@ VALUES = {
     "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
     "train_tokens": "4096", "decoupled_min_lr": "0.25", "min_loss_scale": "0.25", "cycle_min_lr": "0.25",
     "cycle_max_mom": "0.875", "warmup_max_lr": "0.25", "warmup_min_lr": "0.25",
+    "window_size": "4,0", "window_attn_skip_freq": "2",
     "moe_layer_freq": "[0,1,1,0]", "moe_router_load_balancing_type": "seq_aux_loss aux_loss",
 }  # fmt: skip
 GROWING = "--curriculum-schedule-type fixed_linear"
@@ -138,6 +139,7 @@ ALONG = {
     "json": "--print-layout",
     "device_memory_gb": "--print-layout",
     "rampup_batch_size": "--global-batch-size 8",
+    "window_attn_skip_freq": "--window-size 4,0",
     "valid_data_path": "--train-data-path x",
     "test_data_path": "--train-data-path x",
     "sample_order": "--data-path x",
