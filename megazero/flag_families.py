@@ -35,11 +35,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def guess(names: Collection[str]) -> tuple[str, list[str]]:
-    """The family whose flags are among `names`, and which these are; megazero where none's are, or both families'."""
+def told_by(names: Collection[str]) -> dict[str, list[str]]:
+    """Family -> those of its own flags that are among `names`, where there are any."""
     found = {family: [n for n in dict.fromkeys(names) if n in words.split()] for family, words in EVIDENCE.items()}
-    families = [family for family, own in found.items() if own]
-    return (families[0], found[families[0]]) if len(families) == 1 else ("megazero", [])
+    return {family: own for family, own in found.items() if own}
 
 
 def defaults(family: str, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .config import SECTIONS, Config
 from .config_data import NUMBER
 from .config_schedule import needs_lr
 from .ds_keys import WITHOUT_DEFAULT
-from .flag_families import NAMES, defaults, guess
+from .flag_families import NAMES, defaults, told_by
 from .flag_file import read_settings
 from .flag_tables import (
     ACCEPTED,
@@ -238,10 +238,13 @@ def family_defaults(reading: Reading, values: Mapping[str, Any]) -> tuple[dict[s
         if family not in NAMES:
             raise UsageError(f"--defaults {asked.one_word()}: must be one of {', '.join(NAMES)}")
     else:
-        family, own = guess(reading.names)
-        if not own:
+        told = told_by(reading.names)
+        own = ", ".join(f"--{name}" for names in told.values() for name in names)
+        if not told:
             return {}, []
-        why = f"guessed from {', '.join(f'--{name}' for name in own)}; --defaults says another"
+        family = next(iter(told)) if len(told) == 1 else "megazero"
+        whose = "guessed from" if len(told) == 1 else "for there are flags of both families,"
+        why = f"{whose} {own}; --defaults says another"
     found = defaults(family, values)
     shown = [flag_name(name) if value is True else f"{flag_name(name)} {value}" for name, value in found.items()]
     return found, [f"defaults of {NAMES[family]} ({why}): {', '.join(shown) or 'they are those of megazero here'}"]

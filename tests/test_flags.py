@@ -489,6 +489,9 @@ def test_defaults_are_those_of_the_family_that_the_flags_tell_of():
     assert differing("--use-mcore-models --disable-bias-linear") == (None, False, "megatron-lm", "gelu")
     assert differing("--no-pipeline-parallel --defaults megazero") == differing("")
     assert differing("--no-pipeline-parallel --use-mcore-models") == differing("")
+    assert parse(f"{BASE} --no-pipeline-parallel --use-mcore-models".split())[1][0].startswith(
+        "defaults of megazero (for there are flags of both families, --use-mcore-models, --no-pipeline-parallel; "
+    )
     own = "--no-query-key-layer-scaling --eval-interval 7 --moe-family megatron-lm --swiglu"
     assert differing(f"{own} --no-pipeline-parallel") == (7, False, "megatron-lm", "swiglu")
     assert not parsed("--use-flash-attn-v2").model.apply_query_key_layer_scaling    # has none, there as here
