@@ -323,7 +323,10 @@ class RunConfig:
 
     def without_printing(self) -> RunConfig:
         """The same for a run, which prints nothing and leaves."""
-        return replace(self, print_layout=False, world_size=None, print_lr=None, print_config=False)
+        return replace(
+            self, print_layout=False, world_size=None, device_memory_gb=None, json=False, print_lr=None,
+            print_config=False,
+        )
 
     @property
     def attention(self) -> str:

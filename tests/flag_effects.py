@@ -142,7 +142,7 @@ SHOWN = {
     "test_moe_runs.py::test_one_expert_takes_every_token_and_three_ranks_receive_none": "moe_router_bias_update_rate",
     "test_overflow_runs.py::test_c090_a_run_from_2_to_the_32_skips_some_steps_and_then_trains": "fp16",
     "test_parity.py::test_any_layout_trains_the_same_model_as_one_rank":
-        "fp64 loss_chunk_size softmax_type window_size window_attn_skip_freq",
+        "fp64 loss_chunk_size",
     "test_precision_runs.py::test_a_residual_stream_in_fp32_is_nearer_to_a_run_in_fp32_and_travels_so":
         "fp32_residual_connection",
     "test_precision_runs.py::test_gradients_that_travel_in_bf16_train_the_model_of_one_rank_to_bf16":

@@ -205,6 +205,8 @@ def test_the_configuration_is_printed_whole(capsys: pytest.CaptureFixture) -> No
     config = Config.from_json(out)
     assert config.schedule.lr == 0.5 and config.model.num_layers == 4
     assert config == pretrain_gpt.parse(f"{SMALL} --lr 0.5".split())[0]      # what would run, and may be read back
+    both = "--lr 0.5 --print-config --print-layout --json --device-memory-gb 80"
+    assert run(capsys, 0, both)[0].startswith(out.rstrip())
     assert make_schedule(config.schedule, config.batch, 8).at(Done()) == Rates(0.5, 0.1)
 
 
