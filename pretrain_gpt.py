@@ -235,8 +235,11 @@ def train(trainer: Trainer, progress: Progress, iterations: int, config: Config)
         if config.checkpoint.interval is not None:
             trainer.saver.lock()
         return trainer.train(progress, iterations, config.checkpoint.interval)
-    except AgreedError:
-        trainer.saver.finish()
+    except AgreedError as error:
+        try:
+            trainer.saver.finish()
+        except AgreedError as second:
+            raise AgreedError(f"{error}; and {second}") from error
         raise
     finally:
         trainer.saver.close()

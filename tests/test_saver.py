@@ -165,15 +165,17 @@ def test_a_failure_in_the_background_is_told_at_the_next_step_and_leaves_the_las
     assert [step["iteration"] for step in resumed.steps] == [9]
 
 
-def hold_and_fail(trainer: Trainer, agreed: bool) -> None:
+def hold_and_fail(trainer: Trainer, agreed: bool, error: OSError | None = None) -> None:
     """A fault of the data, say, on all ranks, or one of rank 0 alone, while the save of the step before is under way:
-    that writes nothing until then."""
+    that writes nothing until then, and then fails where there is an `error`."""
     gate, check = threading.Event(), trainer.saver._check_stopping
 
     def between() -> None:
         while not (gate.wait(0.01) or trainer.saver._stopping):
             pass
         check()
+        if error is not None:
+            raise error
 
     def fail(progress: Progress) -> None:
         if progress.iteration == 3 and agreed:
@@ -192,6 +194,14 @@ def test_a_save_under_way_is_finished_when_all_ranks_stop_together(tmp_path: Pat
     assert [error for _, _, error in ended] == ["the data is at fault"] * 2
     assert saves(tmp_path) == {2: True}
     state_of(folder_of(tmp_path, 2))
+
+
+def test_an_error_is_told_beside_that_of_the_save_under_way(tmp_path: Path) -> None:
+    """What went wrong first is what has to be mended."""
+    flags = f"--train-iters 9 --save-interval 2 --async-save --save {tmp_path}"
+    _, _, error = run_rank(flags, 1, functools.partial(hold_and_fail, agreed=True, error=FULL))
+    assert error.startswith("the data is at fault; and iteration 2 is not saved: ") and "No space left" in error
+    assert saves(tmp_path) == {2: False}
 
 
 def test_a_save_under_way_is_given_up_when_a_rank_fails_alone(tmp_path: Path) -> None:
