@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -198,9 +199,20 @@ class _Job:
     start: int
     out: np.ndarray
 
-    def run(self) -> tuple[TensorFile, int, int]:
+    @property
+    def place(self) -> tuple[str, int]:
+        """By which jobs are done in the order of the bytes."""
+        return str(self.file.path), self.file.entries[self.key].offset + self.start * self.out.itemsize
+
+    def cut(self) -> Iterator[_Job]:
+        """Parts that threads may share."""
+        step = CHUNK_BYTES // self.out.itemsize
+        for at in range(0, len(self.out), step):
+            yield _Job(self.file, self.key, self.start + at, self.out[at : at + step])
+
+    def run(self, reader: int) -> tuple[TensorFile, int, int]:
         """The bytes of the file that are to be verified now."""
-        return self.file, *self.file.read_(self.key, self.start, self.start + len(self.out), self.out)
+        return self.file, *self.file.read_(self.key, self.start, self.start + len(self.out), self.out, reader)
 
 
 @dataclass(frozen=True)
@@ -364,17 +376,30 @@ class Reader:
 
 def _run(jobs: list[_Job]) -> None:
     """Read, then verify what was read, and leave no job."""
-    step = CHUNK_BYTES // 8
-    cut = [
-        _Job(job.file, job.key, job.start + at, job.out[at : at + step])
-        for job in jobs for at in range(0, len(job.out), step)
-    ]
+    left = deque(part for job in sorted(jobs, key=lambda job: job.place) for part in job.cut())
     jobs.clear()
-    if sum(job.out.nbytes for job in cut) < CHUNK_BYTES:
-        done = [job.run() for job in cut]
+    done: list[tuple[TensorFile, int, int]] = []
+
+    def take(reader: int) -> _Job | None:
+        """From one end or the other, so that the system can read ahead of both."""
+        try:
+            return left.pop() if reader else left.popleft()
+        except IndexError:
+            return None
+
+    def read(reader: int) -> None:
+        try:
+            while (job := take(reader)) is not None:
+                done.append(job.run(reader))
+        except BaseException:
+            left.clear()                    # nobody goes on
+            raise
+
+    if sum(job.out.nbytes for job in left) < CHUNK_BYTES:
+        read(0)
     else:
         with ThreadPoolExecutor(THREADS) as pool:
-            done = list(pool.map(_Job.run, cut))
+            list(pool.map(read, range(THREADS)))
     for file, first, last in done:
         file.verify(first, last)
 

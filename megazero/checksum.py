@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 
 WIDTH = 2039                    # words of a row
-BLOCK_BYTES = 128 * WIDTH * 4   # what is moved at a time: it stays in the cache until it is summed
+BLOCK_BYTES = 64 * WIDTH * 4    # what is moved at a time: with its copy it stays in the cache until it is summed
 
 
 def new_columns() -> np.ndarray:
@@ -32,10 +32,11 @@ def add_bytes_(columns: np.ndarray, data: np.ndarray, at: int) -> None:
         head = words[: WIDTH - column]
         columns[column : column + len(head)] += head
         words = words[len(head) :]
-    whole = len(words) // WIDTH * WIDTH
-    if whole:
-        columns += np.add.reduce(words[:whole].reshape(-1, WIDTH), axis=0, dtype=np.uint32)
-    columns[: len(words) - whole] += words[whole:]
+    rows, rest = divmod(len(words), WIDTH)
+    if rows:
+        columns += np.add.reduce(words[: rows * WIDTH].reshape(rows, WIDTH), axis=0, dtype=np.uint32)
+    if rest:
+        columns[:rest] += words[rows * WIDTH :]
 
 
 def digest(columns: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""Files in the safetensors format: written and read in place by two threads, with checksums.
+"""Files in the safetensors format: written and read in place, by two threads where that helps, with checksums.
 
 The format is eight bytes with the length of a header, a JSON header, and the tensors' raw bytes as they lie; any
 safetensors library reads it. There is no pickle: reading a file executes nothing.
@@ -23,7 +23,8 @@ from torch import Tensor
 from .checksum import BLOCK_BYTES, add_bytes_, digest, new_columns
 
 CHUNK_BYTES = 16 * 2**20           # one checksum for each
-THREADS = 2                        # of one process, that move bytes: one alone does not fill a memory channel
+THREADS = 2                        # of one process, that read: one alone does not fill a memory channel
+POPULATE_READ = 22                 # of madvise(2): fault pages in, and report those that are not there (Linux 5.14)
 ALIGN = 64                         # bytes: where the first tensor begins in a file
 MAX_HEADER_BYTES = 100_000_000     # the limit of the safetensors library
 DTYPES = {
@@ -34,6 +35,8 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Integers as wide as an element: values are moved as bits, since numpy has no bfloat16.
 BITS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+# Bits of infinity; all above them, but for the sign, are not numbers.
+INFINITY = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80, torch.float32: 0x7F80 << 16, torch.float64: 0x7FF0 << 48}
 
 
 @dataclass(frozen=True)
@@ -73,15 +76,18 @@ def write_file(
     nothing of the file is left behind.
     """
     text, pieces, size = _plan(tensors, metadata, finite)
+    pieces.insert(0, (0, torch.frombuffer(text, dtype=torch.uint8), ""))
+    # A file takes one write at a time: only copies from a device gain from a second thread.
+    threads = THREADS if any(tensor.device.type != "cpu" for _, tensor in tensors) else 1
 
     def write_chunk(chunk: int) -> int:
         between()
-        return _write_chunk(out, chunk, [(0, torch.frombuffer(text, dtype=torch.uint8), ""), *pieces])
+        return _write_chunk(out, chunk, pieces)
 
     try:
         out = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         try:
-            with ThreadPoolExecutor(THREADS) as pool:
+            with ThreadPoolExecutor(threads) as pool:
                 sums = tuple(pool.map(write_chunk, range(-(-size // CHUNK_BYTES))))
             os.fsync(out)
         except BaseException:
@@ -137,27 +143,24 @@ def _write_chunk(out: int, chunk: int, pieces: Sequence[tuple[int, Tensor, str]]
         if first >= last:
             continue
         start = (first - at) // width           # of the elements that meet the chunk, cut ones too
-        part = flat[start : -(-(last - at) // width)].cpu()
-        data = part.view(torch.uint8).numpy()[first - at - start * width :][: last - first]
+        data = flat[start : -(-(last - at) // width)].cpu().view(torch.uint8).numpy()
+        values, base = data.view(BITS[width]), at + start * width
+        infinity = INFINITY.get(flat.dtype) if name else None
         for block_first, block_last in _blocks(first, last):
-            block = data[block_first - first : block_last - first]
+            block = data[block_first - base : block_last - base]
             _pwrite(out, block, block_first)
             add_bytes_(columns, block, block_first - low)
-            if name:
-                whole = slice((block_first - at) // width - start, -(-(block_last - at) // width) - start)
-                _check_finite(name, part[whole])
+            if infinity is not None:
+                whole = values[(block_first - base) // width : -(-(block_last - base) // width)]
+                if not _is_finite(whole, infinity):
+                    raise ValueError(f"{name}: holds values that are not finite numbers: nothing is saved")
     return digest(columns)
 
 
-def _check_finite(name: str, values: Tensor) -> None:
-    """What is not finite shows in a sum, which is cheap while the values are in the cache."""
-    if values.dtype in (torch.float32, torch.float64):
-        with np.errstate(all="ignore"):
-            good = bool(np.isfinite(np.add.reduce(values.numpy())))
-    else:
-        good = False
-    if not good and not bool(values.isfinite().all()):
-        raise ValueError(f"{name}: holds values that are not finite numbers: nothing is saved")
+def _is_finite(values: np.ndarray, infinity: int) -> bool:
+    """Whether all elements are numbers, told from their bits: quick while they are in the cache."""
+    unsigned = values.view(f"u{values.itemsize}")
+    return int(values.max()) < infinity and int(unsigned.max()) < infinity + (1 << 8 * values.itemsize - 1)
 
 
 def _chunks(first: int, last: int) -> Iterator[tuple[int, int]]:
@@ -184,6 +187,14 @@ def _pwrite(out: int, data: np.ndarray, at: int) -> None:
         rest, at = rest[written:], at + written
 
 
+def _is_in_memory(handle: int) -> bool:
+    """Whether an open file lies on a RAM disk: copied from a memory map it is there in less time than it is read."""
+    device = os.fstat(handle).st_dev
+    number, mounts = f" {os.major(device)}:{os.minor(device)} ", Path("/proc/self/mountinfo")
+    lines = mounts.read_text().splitlines() if mounts.exists() else []
+    return any(number in line and " - tmpfs " in line for line in lines)
+
+
 @dataclass
 class _Summed:
     """What is known of a chunk: the sums of the byte ranges that were read."""
@@ -208,11 +219,14 @@ class TensorFile:
         self._verified: set[int] = set()
         self._summed: dict[int, _Summed] = {}
         self._lock = threading.Lock()
-        self._file = open(path, "rb", buffering=0)
-        size = os.fstat(self._file.fileno()).st_size
+        self._files = [open(path, "rb", buffering=0)]
+        handle = self._files[0].fileno()
+        size = os.fstat(handle).st_size
         if size < 8:
             raise ValueError(f"{path}: {size} bytes are too few for a tensor file")
-        self._bytes = memoryview(mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ))
+        self._map = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
+        self._bytes = memoryview(self._map)
+        self._in_memory = _is_in_memory(handle) and self._populate(0, 1)
         if expected is not None and size != expected.bytes:
             raise ValueError(f"{path}: has {size} bytes instead of {expected.bytes}: truncated or replaced")
         data_at = 8 + int.from_bytes(self._bytes[:8], "little")
@@ -247,24 +261,33 @@ class TensorFile:
         self.verify(first, last)
         return np.frombuffer(self._bytes[first:last], BITS[self.entries[name].dtype.itemsize])
 
-    def read_(self, name: str, start: int, stop: int, out: np.ndarray) -> tuple[int, int]:
+    def read_(self, name: str, start: int, stop: int, out: np.ndarray, reader: int = 0) -> tuple[int, int]:
         """Read elements [start, stop) into `out` [stop - start], contiguous, of a width as stored.
 
         They count only when `verify` has passed the bytes returned. Reading the neighbours first, by any thread,
-        makes that cheap: each byte is summed when it is read.
+        makes that cheap: each byte is summed when it is read. Threads that read in different places are `reader` 0,
+        1, ...: the system reads ahead for each.
         """
         first, last = self._place(name, start, stop)
         target = out.view(np.uint8)
         assert len(target) == last - first
+        source = None if self._in_memory else self._descriptor(reader)
         for low, high in _chunks(first, last):
             columns = self._claim(low, high)
+            if source is None and not self._populate(low, high):
+                raise ValueError(f"{self.path}: bytes {low} to {high} cannot be read any more")
             for at, end in _blocks(low, high):
                 block = target[at - first : end - first]
-                self._pread(block, at)
+                if source is None:
+                    block[:] = np.frombuffer(self._bytes[at:end], np.uint8)
+                else:
+                    self._pread(source, block, at)
                 if columns is not None:
                     add_bytes_(columns, block, at % CHUNK_BYTES)
             if columns is not None:
                 self._add(columns, low)
+            if source is None:                          # what is mapped counts as memory of this process
+                self._map.madvise(mmap.MADV_DONTNEED, low - low % mmap.PAGESIZE, high - low)
         return first, last
 
     def verify(self, first: int, last: int) -> None:
@@ -295,10 +318,25 @@ class TensorFile:
         stop = entry.numel if stop is None else stop
         return entry.offset + start * entry.dtype.itemsize, entry.offset + stop * entry.dtype.itemsize
 
-    def _pread(self, block: np.ndarray, at: int) -> None:
+    def _populate(self, first: int, last: int) -> bool:
+        """Map bytes [first, last) of the file; False: they are not there, or the system cannot tell."""
+        first -= first % mmap.PAGESIZE
+        try:
+            self._map.madvise(POPULATE_READ, first, last - first)
+        except OSError:
+            return False
+        return True
+
+    def _descriptor(self, reader: int) -> int:
+        with self._lock:
+            while len(self._files) <= reader:
+                self._files.append(open(self.path, "rb", buffering=0))
+        return self._files[reader].fileno()
+
+    def _pread(self, source: int, block: np.ndarray, at: int) -> None:
         rest = memoryview(block)
         while rest:
-            got = os.preadv(self._file.fileno(), [rest], at)
+            got = os.preadv(source, [rest], at)
             if not got:
                 raise ValueError(f"{self.path}: ends at byte {at} while it is read")
             rest, at = rest[got:], at + got

@@ -6,7 +6,9 @@ import json
 import os
 import random
 import re
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +80,34 @@ def test_tensors_of_any_width_and_length_are_read_back_and_verified(tmp_path: Pa
             out = np.empty(stop - start, tensor_file.BITS[tensor.element_size()])
             file.verify(*file.read_(name, start, stop, out))
             assert torch.equal(torch.from_numpy(out).view(tensor.dtype), tensor[start:stop])
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder on a RAM disk."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
+def test_what_lies_in_memory_is_read_from_a_map_and_verified_and_may_shrink(memory: Path) -> None:
+    """Touching what is no longer there would end the process."""
+    tensor = torch.arange(3 * 2**22, dtype=torch.float32)
+    written = write_file(memory / "x", [("a", tensor)], metadata={})
+    out = np.empty(tensor.numel(), np.int32)
+
+    file = TensorFile(memory / "x", expected=written)
+    for number, at in enumerate(range(0, tensor.numel(), 2**22 + 5)):
+        file.verify(*file.read_("a", at, min(at + 2**22 + 5, tensor.numel()), out[at : at + 2**22 + 5], number))
+    assert file._in_memory and torch.equal(torch.from_numpy(out).view(torch.float32), tensor)
+    with open(memory / "x", "r+b") as spoiled:
+        spoiled.seek(2**25)
+        spoiled.write(b"x")
+    file = TensorFile(memory / "x", expected=written)
+    with pytest.raises(ValueError, match="damaged: wrong checksum in bytes from 33554432"):
+        file.verify(*file.read_("a", 0, tensor.numel(), out))
+    os.truncate(memory / "x", 2**22)
+    with pytest.raises(ValueError, match="bytes 4194304 to 8388608 cannot be read any more"):
+        file.read_("a", 2**20 - file._data_at // 4, 2**21 - file._data_at // 4, out[: 2**20])
 
 
 # ------------------------------------------------------------------------------------------------- files and ranks
@@ -165,7 +195,11 @@ def test_state_is_read_straight_into_its_place_and_verified(tmp_path: Path) -> N
     load()
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.float64, "inf"), (torch.bfloat16, "nan")])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float32, "nan"), (torch.float32, "-inf"), (torch.float64, "inf"), (torch.bfloat16, "nan"),
+     (torch.float16, "-inf")],
+)
 def test_values_that_are_not_finite_are_not_written(dtype: torch.dtype, value: str, tmp_path: Path) -> None:
     """C131: wherever they stand in a tensor; large finite ones whose sum overflows are."""
     weight = torch.zeros(5 * 2**20, dtype=dtype)
@@ -175,6 +209,7 @@ def test_values_that_are_not_finite_are_not_written(dtype: torch.dtype, value: s
             write_file(tmp_path / "x", [("other", weight), ("weight/w", weight)], metadata={}, finite={"weight/w"})
         assert list(tmp_path.iterdir()) == []
         weight[at] = torch.finfo(dtype).max
+    weight[3] = torch.finfo(dtype).min
     write_file(tmp_path / "x", [("weight/w", weight)], metadata={}, finite={"weight/w"})
 
 
