@@ -59,7 +59,6 @@ class BatchSizes:
             steps, samples = steps - here, samples + here * size
         return samples + steps * self.last
 
-
     def stays_for(self, consumed_samples: int) -> int | None:
         """Steps from `consumed_samples` on that have its size; None: all."""
         later = bisect.bisect_right(self.starts, consumed_samples)

@@ -140,11 +140,11 @@ ACCEPTED = {
     "samples go on over epochs, so that no batch is left over": "dataloader_drop_last",
     "weights never depend on the layout": "pipeline.seed_layers",
     "no order of ranks changes what is trained": "use_data_before_expert_parallelism",
-    "the seconds of each step are always logged, those of its parts not yet": """wall_clock_breakdown
+    "the seconds of each step are always logged, and --profile traces its parts": """wall_clock_breakdown
         activation_checkpointing.profile timers.throughput""",
-    "bytes per rank are printed at the start, and not measured on the way yet": "memory_breakdown",
+    "a run tells its peak memory, --print-layout what it is made of": "memory_breakdown",
     "--print-config prints it": "dump_state",
-    "TFLOP/s are always logged, and operations follow from the model": """flops_profiler.enabled
+    "TFLOP/s are always logged, and --print-layout has the operations": """flops_profiler.enabled
         flops_profiler.profile_step flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
         flops_profiler.output_file flops_profiler.recompute_fwd_factor""",
     "messages are not logged yet": """comms_logger.enabled comms_logger.verbose comms_logger.prof_all comms_logger.debug

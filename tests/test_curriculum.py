@@ -187,7 +187,7 @@ def test_samples_that_grow_and_a_batch_that_grows_go_on_exactly(tmp_path: Path):
     keys = ("iteration", "consumed_samples", "consumed_tokens", "seq_length", "lm_loss", "grad_norm", "learning_rate")
     told = [[tuple(step[key] for key in keys) for step in run.steps] for run in (straight, resumed)]
     assert [line[:4] for line in told[0]] == [
-        (1, 4, 20, 5), (2, 12, 76, 7), (3, 24, 184, 9), (4, 40, 344, 10),
+        (1, 4, 20, 5), (2, 8, 48, 7), (3, 12, 84, 9), (4, 16, 124, 10), (5, 24, 220, 12), (6, 32, 332, 14),
     ]  # fmt: skip
     assert told[1] == told[0][2:]
     assert all(torch.equal(resumed.state[key], straight.state[key]) for key in straight.state)
