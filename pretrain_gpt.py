@@ -21,7 +21,7 @@ from megazero.allocator import keep_freed_memory
 from megazero.batch_sizes import BatchSizes, constant, tokens_of
 from megazero.checkpoint import Writing
 from megazero.checkpoint_index import read_index
-from megazero.config import Config, DataConfig, LoggingConfig, check_world
+from megazero.config import Config, DataConfig, LoggingConfig, OperationsConfig, check_world
 from megazero.data.corpora import left_out
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
@@ -30,6 +30,7 @@ from megazero.flags import in_words_of, parse
 from megazero.flops import flops_per_token
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import OPS, Kernels, check_compiler, use_triton
+from megazero.lookout import Lookout, Watched
 from megazero.loss_scale import make_loss_scaler
 from megazero.lr_curves import Done
 from megazero.lr_schedule import Schedule, decoupled, make_schedule, print_lr_lines
@@ -38,7 +39,7 @@ from megazero.metrics import Metrics, check_places
 from megazero.moe.pyramid import describe_experts
 from megazero.moe.statistics import statistics_of
 from megazero.moe.students import Teacher
-from megazero.parallel.collectives import AgreedError, gather_objects
+from megazero.parallel.collectives import AgreedError, barrier, gather_objects
 from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
 from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
@@ -59,6 +60,7 @@ from megazero.teacher import find_teacher, taught
 from megazero.trainer import Feed, Progress, Schedules, Trainer
 
 TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
+QUIET = ("checkpoint", "logging", "operations")     # sections whose changes a resumed run does not speak of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,15 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if world.local_rank == 0:
             print(f"pretrain_gpt.py: error: {in_words_of(words, str(wrong))}", file=sys.stderr)
         return 2
-    try:
-        run(plan, world, notices)
-    except (ValueError, OSError) as wrong:
-        if world.rank == 0 or not isinstance(wrong, AgreedError):
-            print(f"pretrain_gpt.py: error: {wrong}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        disconnect()
-    return 0
+    with Lookout(world, watched(config)) as lookout:
+        run(plan, world, notices, lookout)
+    disconnect()
+    return lookout.code
 
 
 def answer(config: Config, world: World) -> bool:
@@ -169,7 +166,7 @@ def prepare(config: Config, world: World) -> Plan:
                 sizes, seq_length=config.seq_lengths, done=start.iteration, consumed_samples=start.consumed_samples,
                 consumed_tokens=start.consumed_tokens,
             )
-        changed = tuple(str(d) for d in differences(saved, config) if d.section not in ("checkpoint", "logging"))
+        changed = tuple(str(d) for d in differences(saved, config) if d.section not in QUIET)
     device, _ = choose_device(config.parallel.distributed_backend, world.local_rank)
     if config.run.compile:
         check_compiler(device, os.environ.get("CXX"))
@@ -187,15 +184,17 @@ def prepare(config: Config, world: World) -> Plan:
     )
 
 
-def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
+def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> Progress:
     """Meet the other processes, build this rank's part of everything, and train."""
     config = plan.config
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
     minutes, products = config.parallel.distributed_timeout_minutes, products_of(device)
-    connect(world, device, backend, timeout_minutes=minutes)
+    minutes += lookout.how.hang_seconds is not None             # the lookout comes first, and says more
+    lookout.connect(connect(world, device, backend, timeout_minutes=minutes))
     mesh = open_mesh(plan.topology, device, products, timeout_minutes=minutes)
+    lookout.activity = mesh.activity
     check_same_everywhere(plan, mesh)
     iterations = plan.iterations
     metrics = Metrics(
@@ -217,6 +216,9 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     elif progress.iteration >= iterations:
         metrics.say(f"nothing to do: the checkpoint is at iteration {progress.iteration} of {iterations}")
     else:
+        trainer.machine.engine.stop = lookout.stop
+        barrier(mesh.world)
+        lookout.train()
         progress = train(trainer, progress, iterations, config)
     if trace is not None:
         write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
@@ -226,7 +228,16 @@ def run(plan: Plan, world: World, notices: Sequence[str]) -> Progress:
     metrics.close()
     for feed in trainer.feeds.values():
         feed.loader.close()
+    barrier(mesh.world)                     # nobody's lookout ends while another's may need its answer
     return progress
+
+
+def watched(config: Config) -> Watched:
+    """What the lookout of a run looks for."""
+    asked, limit = config.operations, config.parallel.distributed_timeout_minutes
+    minutes = limit if asked.hang_timeout_minutes is None else asked.hang_timeout_minutes
+    path = None if asked.kill_switch_path is None else Path(asked.kill_switch_path)
+    return Watched(asked.exit_signal_handler, path, 60 * minutes or None)
 
 
 def train(trainer: Trainer, progress: Progress, iterations: int, config: Config) -> Progress:
@@ -250,7 +261,8 @@ def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
     differ between ranks."""
     checkpoint = None if plan.checkpoint is None else (plan.checkpoint.name, plan.reached)
     teacher = None if plan.teacher is None else plan.teacher.folder.name
-    settings = replace(plan.config, logging=LoggingConfig(), data=DataConfig(mock_data=True))    # paths may differ
+    may_differ = {"logging": LoggingConfig(), "data": DataConfig(mock_data=True), "operations": OperationsConfig()}
+    settings = replace(plan.config, **may_differ)
     told = gather_objects((checkpoint, settings, teacher), mesh.world)
     for rank, (other, theirs, its) in enumerate(told):
         if other != told[0][0]:

@@ -19,6 +19,7 @@ from .config_curriculum import CurriculumConfig
 from .config_data import BatchConfig, DataConfig
 from .config_distill import DistillConfig
 from .config_moe import MoEConfig, layer_pattern
+from .config_operations import OperationsConfig
 from .config_parallel import ParallelConfig
 from .config_precision import PrecisionConfig
 from .config_schedule import DeepSpeedScheduleConfig, ScheduleConfig, check_schedule
@@ -353,6 +354,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    operations: OperationsConfig = field(default_factory=OperationsConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:

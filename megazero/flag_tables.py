@@ -144,7 +144,6 @@ REFUSED = {
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
         train-shuffle-idx-path""",
     "fetching data from a cloud": "aml-data-download-path",
-    "leaving on a signal": "exit-signal-handler",
     "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
 }
 

@@ -27,6 +27,7 @@ from .moe.students import TAUGHT
 from .parallel.collectives import AgreedError, all_reduce, gather_objects
 from .parallel.groups import Mesh
 from .parallel.zero import Rates, Update
+from .stopping import Stopped
 from .summary import peak_memory
 
 
@@ -83,10 +84,12 @@ class Feed:
         """Samples of a global batch."""
         return self.loader.share.sizes
 
-    def global_batch(self, consumed_samples: int, iteration: int | None) -> tuple[list[MicroBatch], int]:
+    def global_batch(
+        self, consumed_samples: int, iteration: int | None, *, stop: bool = False
+    ) -> tuple[list[MicroBatch], int]:
         """This rank's micro-batches, on its device, and how many tokens of the whole global batch count in the loss.
 
-        Raises AgreedError on all ranks where the data of any is at fault.
+        Raises AgreedError on all ranks where the data of any is at fault, and Stopped where any is to `stop`.
         """
         batches, wrong = [], None
         try:
@@ -95,13 +98,15 @@ class Feed:
             wrong = error
         world, counts = self.mesh.world, self.mesh.stage == self.counting and self.mesh.tensor.index == 0
         told = torch.tensor(
-            [float(counted_tokens(batches)) if counts else 0.0, float(wrong is not None)],
+            [float(counted_tokens(batches)) if counts else 0.0, float(wrong is not None), float(stop)],
             dtype=torch.float64, device=self.mesh.device,
         )
-        tokens, faults = all_reduce(told, world).tolist()
+        tokens, faults, stops = all_reduce(told, world).tolist()
         if faults:
             first = next(line for line in gather_objects(None if wrong is None else str(wrong), world) if line)
             raise AgreedError(first)
+        if stops:
+            raise Stopped
         return batches, int(tokens)
 
     def _micro_batches(self, consumed_samples: int, iteration: int | None) -> list[MicroBatch]:
@@ -160,38 +165,54 @@ class Trainer:
         self.batch, self.logging, self.metrics, self.saver = batch, logging, metrics, saver
         self.around: Callable[[int], AbstractContextManager] = nullcontext   # of the step of an iteration
         self._last = 0                                      # iteration after which training ends
+        self._late = math.inf                               # when the time is up (--exit-duration-in-mins)
         self._unread: _Step | None = None
 
     def train(self, progress: Progress, iterations: int, save_interval: int | None) -> Progress:
-        """Run to iteration `iterations`, or to an exit condition, with a save at the end where any are asked for.
+        """Run to iteration `iterations`, or to where it is asked to stop, with a save at the end where any are asked
+        for.
 
         Raises AgreedError where the loss or the gradient is no longer a finite number; nothing is saved then.
         """
-        started, start = time.monotonic(), progress
-        leaving, self._last = False, iterations
-        while progress.iteration < iterations and not leaving:
-            is_first = progress is start
-            with self.around(progress.iteration + 1):
-                progress = self._step(progress)
-            if is_first:
-                self.metrics.say(peak_memory(self.machine.mesh))
-            self.saver.poll()
-            done = progress.iteration
-            leaving = self._is_time_to_leave(done, started)
-            if self._is_due(self.batch.eval_interval, done) and done < iterations and not leaving:
-                for part in self.feeds:
-                    if part not in ("train", "test"):
-                        self.evaluate(part, progress)
-            if save_interval and (self._is_due(save_interval, done) or leaving or done == iterations):
-                self._read()
+        started, start, saved, reason, self._last = time.monotonic(), progress, progress.iteration, None, iterations
+        limit = self.batch.exit_duration_in_mins
+        try:
+            while progress.iteration < iterations and reason is None:
+                is_first = progress is start
+                with self.around(progress.iteration + 1):
+                    progress = self._step(progress)
+                if is_first:
+                    self.metrics.say(peak_memory(self.machine.mesh))
+                self._late = math.inf if limit is None else started + 60 * limit
+                self.saver.poll()
+                done = progress.iteration
+                if self._is_due(self.batch.exit_interval, done) and done < iterations:
+                    reason = "--exit-interval"
+                elif self._is_due(self.batch.eval_interval, done) and done < iterations:
+                    for part in self.feeds:
+                        if part not in ("train", "test"):
+                            self.evaluate(part, progress)
+                if save_interval and (self._is_due(save_interval, done) or reason or done == iterations):
+                    self._read()
+                    self.saver.save(progress)
+                    saved = done
+            self._read()
+            if self.batch.eval_interval and reason is None:
+                self.evaluate_all(progress)
+        except Stopped:
+            self._read()
+            reason = self._reason()
+            if save_interval and progress.iteration != saved:
                 self.saver.save(progress)
-        self._read()
-        if leaving and progress.iteration < iterations:
-            self.metrics.say(f"left after iteration {progress.iteration}, as asked")
-        elif self.batch.eval_interval:
-            self.evaluate_all(progress)
+        if reason is not None:
+            self.metrics.say(f"left after iteration {progress.iteration}, as asked: {reason}")
         self.saver.finish()
         return progress
+
+    def _reason(self) -> str:
+        """Why the run stops, in the words of the first rank that knows."""
+        own = self.machine.engine.stop.reason or ("--exit-duration-in-mins" if self._is_asked_to_stop() else None)
+        return next(told for told in gather_objects(own, self.machine.mesh.world) if told is not None)
 
     def evaluate_all(self, progress: Progress) -> None:
         """Every part of the data that is not trained on."""
@@ -204,7 +225,9 @@ class Trainer:
         start = time.monotonic()
         feed, machine, iteration = self.feeds["train"], self.machine, progress.iteration + 1
         size, seq_length = feed.sizes.at(progress.consumed_samples), feed.loader.seq_length(iteration)
-        batches, counted = feed.global_batch(progress.consumed_samples, iteration)
+        machine.engine.stop.enter(iteration)
+        machine.mesh.activity.enter(f"iteration {iteration}")
+        batches, counted = feed.global_batch(progress.consumed_samples, iteration, stop=self._is_asked_to_stop())
         loss_scale = machine.optimizer.loss_scale
         micro_batches = len(batches) * machine.mesh.data.size
         batches = [
@@ -311,10 +334,11 @@ class Trainer:
         if feed is None or self.batch.eval_iters == 0:
             return None
         machine = self.machine
+        machine.mesh.activity.enter(f"evaluation of {part}")
         total = torch.zeros((), dtype=torch.float64, device=machine.mesh.device)
         tokens = 0
         for number in range(self.batch.eval_iters):
-            batches, counted = feed.global_batch(number * feed.sizes.last, None)
+            batches, counted = feed.global_batch(number * feed.sizes.last, None, stop=self._is_asked_to_stop())
             tokens += counted
             total += machine.loss(batches, machine.evaluate_program(len(batches)))
         loss = (total / max(tokens, 1)).item()
@@ -324,12 +348,6 @@ class Trainer:
     def _is_due(self, interval: int | None, iteration: int) -> bool:
         return interval is not None and iteration % interval == 0
 
-    def _is_time_to_leave(self, iteration: int, started: float) -> bool:
-        """--exit-interval, or --exit-duration-in-mins on any rank's clock."""
-        if self._is_due(self.batch.exit_interval, iteration):
-            return True
-        limit = self.batch.exit_duration_in_mins
-        if limit is None:
-            return False
-        late = torch.tensor(float(time.monotonic() - started >= 60 * limit), device=self.machine.mesh.device)
-        return bool(all_reduce(late, self.machine.mesh.world, "max").item())
+    def _is_asked_to_stop(self) -> bool:
+        """Whether this rank would stop at the next step or batch of an evaluation, where all ranks agree on it."""
+        return self.machine.engine.stop.reason is not None or time.monotonic() >= self._late

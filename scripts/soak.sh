@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What takes longer than a test may: layouts through torch.compile's C++ compiler, the tiny runs of all launch scripts
-# (the suite has those of gpt_125m, gpt_175b, llama_70b, mixtral_8x7b and the MoE family), and 30 kills of a random rank
-# during saves. Arguments go to the kill test.
+# (the suite has those of gpt_125m, gpt_175b, llama_70b, mixtral_8x7b and the MoE family), 30 kills of a random rank
+# during saves, 20 signals to all ranks at random moments, and kills that torchrun restarts from. Arguments go to the
+# kill test.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
@@ -18,3 +19,7 @@ for script in scripts/pretrain_*.sh; do
 done
 echo "== 30 kills during saves"
 "$PYTHON" scripts/kill_saves.py --kills 30 --ranks 2 --save "$FOLDER/kills" "$@"
+echo "== 20 signals at random moments"
+"$PYTHON" scripts/stop_runs.py --stops 20 --ranks 2 --save "$FOLDER/stops"
+echo "== kills that torchrun restarts from, then on half the ranks"
+"$PYTHON" scripts/restart_runs.py --kills 2 --save "$FOLDER/restarts"

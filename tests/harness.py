@@ -159,6 +159,83 @@ def _hang(workers: list, waiting: list[int], folder: Path, timeout: float) -> st
     return "\n".join(lines)
 
 
+# ------------------------------------------------------------------------------------------ the front door on ranks
+
+
+class Job:
+    """`pretrain_gpt.py` ARGV as n processes with the variables torchrun sets, forked as workers are. `plant`, where it
+    is given, is called in each of them before, with its rank. As a context it kills what is left at its end."""
+
+    def __init__(
+        self, argv: Sequence[str], n: int, folder: Path, *, plant: Callable[[int], None] | None = None
+    ) -> None:
+        self.folder, port = folder, _free_port()
+        folder.mkdir(parents=True, exist_ok=True)
+        self.processes = [
+            _server().Process(target=_front_door, args=(list(argv), rank, n, port, str(folder), plant), daemon=True)
+            for rank in range(n)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """Send a signal to some ranks, or all."""
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            os.kill(self.processes[rank].pid, number)
+
+    def wait(self, timeout: float = 60) -> list[int]:
+        """The exit codes of all ranks; RankFailed where one does not end in time."""
+        end = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(end - time.monotonic(), 0))
+        codes = [process.exitcode for process in self.processes]
+        if None in codes:
+            raise RankFailed(f"exit codes {codes} after {timeout} s:\n{self.said()}{self.erred()}")
+        return codes
+
+    def wait_for(self, path: Path, words: str = "", timeout: float = 60) -> None:
+        """Wait until a file is there and has some words in it."""
+        end = time.monotonic() + timeout
+        while not (path.exists() and words in path.read_text(errors="replace")):
+            if time.monotonic() > end or all(process.exitcode is not None for process in self.processes):
+                raise RankFailed(f"{path} has not come to have {words!r}:\n{self.said()}{self.erred()}")
+            time.sleep(0.01)
+
+    def said(self) -> str:
+        """What all ranks wrote to stdout, one after the other."""
+        return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("out*")))
+
+    def erred(self) -> str:
+        """What all ranks wrote to stderr, in the order in which they did."""
+        path = self.folder / "err"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _front_door(
+    argv: list[str], rank: int, n: int, port: int, folder: str, plant: Callable[[int], None] | None
+) -> None:
+    import pretrain_gpt
+
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(n), LOCAL_WORLD_SIZE=str(n))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    os.dup2(os.open(f"{folder}/out{rank}", append), 1)
+    os.dup2(os.open(f"{folder}/err", append), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    torch.set_num_threads(1)
+    if plant is not None:
+        plant(rank)
+    sys.exit(pretrain_gpt.main(argv))
+
+
 # ------------------------------------------------------------------------------------------------ scripts on ranks
 
 

@@ -10,6 +10,7 @@ import numpy  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch.distributed  # noqa: F401
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  (or the first backward of each worker imports it)
 import torch.utils.checkpoint  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .activity import Waiting
 from .groups import Group
 from .shared_memory import Turn
 
@@ -30,7 +31,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Sum (or "max", "min") of `x` over the group, in place."""
     if group.size > 1:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        dist.all_reduce(x, ops[op], group=group.handle)
+        with group.begins("all_reduce"):
+            dist.all_reduce(x, ops[op], group=group.handle)
     return x
 
 
@@ -49,14 +51,16 @@ class Pending:
     reads until then; `finish` is what is left to do once all has arrived."""
 
     def __init__(
-        self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None,
-        finish: Callable[[], None] | None = None,
+        self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None, *,
+        waiting: Waiting | None = None, finish: Callable[[], None] | None = None,
     ) -> None:
-        self.result, self._works, self._source, self._finish = result, works, source, finish
+        self.result, self._works, self._source, self._waiting, self._finish = result, works, source, waiting, finish
 
     def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
+        if self._works:
+            with self._waiting:
+                for work in self._works:
+                    work.wait()
         if self._finish is not None:
             self._finish()
         self._works, self._source, self._finish = (), None, None
@@ -72,18 +76,20 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
+    waiting = group.begins("all_gather")
     if x.device.type != "cpu":
-        return Pending(out, [_ALL_GATHER(out, x, group=group.handle, async_op=True)], x)
+        return Pending(out, [_ALL_GATHER(out, x, group=group.handle, async_op=True)], x, waiting=waiting)
     parts, turn = out.chunk(group.size), _claim(x.nbytes, group)
     if turn is not None:
         turn.lay(x)
     if parts[group.index].data_ptr() != x.data_ptr():
         parts[group.index].copy_(x)
     if turn is not None:
-        return Pending(out, [turn], x, lambda: _copy_parts(turn, group.index, parts))
+        return Pending(out, [turn], x, waiting=waiting, finish=lambda: _copy_parts(turn, group.index, parts))
     # gloo gathers into memory of its own and copies it over: 480 MB take two processes 0.48 s, as broadcasts 0.10 s
     pairs = zip(parts, group.ranks, strict=True)
-    return Pending(out, [dist.broadcast(part, rank, group=group.handle, async_op=True) for part, rank in pairs])
+    works = [dist.broadcast(part, rank, group=group.handle, async_op=True) for part, rank in pairs]
+    return Pending(out, works, waiting=waiting)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -94,19 +100,21 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    waiting = group.begins("reduce_scatter")
     if x.device.type != "cpu":
-        return Pending(out, [_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)], x)
+        return Pending(out, [_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)], x, waiting=waiting)
     parts, others = x.chunk(group.size), [n for n in range(group.size) if n != group.index]
     turn = _claim(x.nbytes - parts[group.index].nbytes, group)
     if turn is not None:
         turn.lay(*(parts[n] for n in others))
         theirs = [turn.part(n, parts[n], group.index - (group.index > n)) for n in others]
-        return Pending(out, [turn], x, lambda: _add_up(turn, [parts[group.index], *theirs], out))
+        own = parts[group.index]
+        return Pending(out, [turn], x, waiting=waiting, finish=lambda: _add_up(turn, [own, *theirs], out))
     # gloo takes three times as long as to send each member its part: 28 ms instead of 9 for 20 MB and two processes
     own, received = parts[group.index], [torch.empty_like(parts[group.index]) for _ in others]
     works = [dist.irecv(part, group.ranks[n], group.handle) for n, part in zip(others, received, strict=True)]
     works += [dist.isend(parts[n], group.ranks[n], group.handle) for n in others]
-    return Pending(out, works, x, lambda: _add_up(None, [own, *received], out))
+    return Pending(out, works, x, waiting=waiting, finish=lambda: _add_up(None, [own, *received], out))
 
 
 def _claim(nbytes: int, group: Group) -> Turn | None:
@@ -135,7 +143,8 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """The sum of `x` over the group, in place, while the caller computes."""
     if group.size == 1:
         return Pending(x)
-    return Pending(x, [dist.all_reduce(x, group=group.handle, async_op=True)], x)
+    waiting = group.begins("all_reduce")
+    return Pending(x, [dist.all_reduce(x, group=group.handle, async_op=True)], x, waiting=waiting)
 
 
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -149,14 +158,16 @@ def start_all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequ
     if group.size == 1:
         return Pending(x)
     x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
+    waiting = group.begins("all_to_all")
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle, async_op=True)
-    return Pending(out, [work], x)
+    return Pending(out, [work], x, waiting=waiting)
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """`x` of the group's member number `source`, in place on all."""
     if group.size > 1:
-        dist.broadcast(x, group.ranks[source], group=group.handle)
+        with group.begins("broadcast"):
+            dist.broadcast(x, group.ranks[source], group=group.handle)
     return x
 
 
@@ -165,7 +176,8 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.handle)
+    with group.begins("gather_objects"):
+        dist.all_gather_object(values, value, group=group.handle)
     return values
 
 
@@ -189,7 +201,8 @@ def together(group: Group, action: Callable[[], Result]) -> list[Result]:
 def barrier(group: Group) -> None:
     """Wait until every member is here."""
     if group.size > 1:
-        dist.barrier(group=group.handle)
+        with group.begins("barrier"):
+            dist.barrier(group=group.handle)
 
 
 class _GatherSequence(torch.autograd.Function):

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..products import Products
+from .activity import Activity, Waiting
 from .meeting import agree_on_meeting
 from .shared_memory import SharedMemory
 from .topology import Topology
@@ -23,6 +24,11 @@ from .weights import WeightQueue
 
 # Axes that live in a run's process groups, beside those of layers with few experts; the others exist for arithmetic.
 LIVE_AXES = ("tensor", "pipeline", "data", "tied_data", "world", "expert", "expert_data", "expert_tensor")
+
+# What gloo says where the other end of a connection is gone.
+LOST_PEER = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "Connection refused",
+)
 
 
 @dataclass(frozen=True)
@@ -52,10 +58,16 @@ class Group:
     index: int = 0
     handle: Any = None          # None for a group of one, and on paper
     memory: SharedMemory | None = field(default=None, compare=False)
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)     # of this process
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def begins(self, name: str) -> Waiting:
+        """A collective of this name begins; a context in which this rank waits for it."""
+        self.activity.begin(self.axis)
+        return self.activity.waits(name, self.axis, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -92,6 +104,11 @@ class Mesh:
         """This rank's place along the pipeline."""
         return self.pipeline.index
 
+    @property
+    def activity(self) -> Activity:
+        """What this rank is doing with others."""
+        return self.world.activity
+
 
 def choose_device(backend: str, local_rank: int) -> tuple[torch.device, str]:
     """(device, backend) of this process: NCCL with one GPU per process where there are GPUs, else gloo on the CPU."""
@@ -106,12 +123,13 @@ def choose_device(backend: str, local_rank: int) -> tuple[torch.device, str]:
     return torch.device("cuda", local_rank), backend
 
 
-def connect(world: World, device: torch.device, backend: str, *, timeout_minutes: float = 10) -> None:
-    """Meet the other processes. Does nothing in a world of one."""
+def connect(world: World, device: torch.device, backend: str, *, timeout_minutes: float = 10) -> Any:
+    """Meet the other processes. Returns a store for what lookouts tell each other, on a connection of its own; None in
+    a world of one, and where the processes have met before."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size == 1 or dist.is_initialized():
-        return
+        return None
     limit = timedelta(minutes=timeout_minutes)
     store, rank, size = next(dist.rendezvous("env://", timeout=limit))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -119,6 +137,14 @@ def connect(world: World, device: torch.device, backend: str, *, timeout_minutes
             store = store.underlying_store
         store = dist.PrefixStore(agree_on_meeting(store, rank, size, limit), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    return dist.PrefixStore("lookout", store.clone())
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another process has gone, or does not answer, and nothing else."""
+    if isinstance(error, RuntimeError):
+        return isinstance(error, dist.DistError) or any(words in str(error) for words in LOST_PEER)
+    return isinstance(error, ConnectionError)
 
 
 def disconnect() -> None:
@@ -157,14 +183,14 @@ def _mesh(
     one shares its handle."""
     twins = {"expert_tensor": "tensor", "expert_data": "data"}
     few = [f"{axis}.{degree}" for degree in topology.degrees for axis in ("expert", "expert_data")]
-    groups = {}
+    groups, activity = {}, Activity()
     for axis in (*LIVE_AXES, *few):
         ranks = topology.ranks_along(axis, rank)
         if axis in twins and groups[twins[axis]].ranks == ranks:
             handle = groups[twins[axis]].handle
         else:
             handle = make(ranks) if topology.size(axis) > 1 else None
-        groups[axis] = Group(axis, ranks, ranks.index(rank), handle)
+        groups[axis] = Group(axis, ranks, ranks.index(rank), handle, activity=activity)
     named = {axis: groups[axis] for axis in LIVE_AXES}
     few_groups = tuple(groups[axis] for axis in few)
     return Mesh(topology, rank, device, **named, few=few_groups, weights=WeightQueue(products))

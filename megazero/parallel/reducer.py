@@ -144,6 +144,18 @@ class Reducer:
             if bucket.grads is not None:
                 bucket.grads.zero_()
 
+    def abandon(self) -> None:
+        """Forget what a step has added up that is not finished. All ranks are between the same micro-batches."""
+        for number in list(self._pending):
+            self._absorb(number)
+        for grads in self._beside.values():
+            grads.zero_()
+        self._armed, self._queue = None, []
+        self._finished.clear()
+        self.clear()
+        for bucket in self.buckets if self.every else ():
+            bucket.grads = None
+
     def _start(self, number: int) -> None:
         bucket = self.buckets[number]
         self._absorb(number)

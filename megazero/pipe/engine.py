@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.weights import WeightQueue, Work
+from ..stopping import Stop, Stopped
 from .instructions import (
     Backward,
     BackwardInput,
@@ -56,6 +57,9 @@ class Reduction(Protocol):
 
     def finish(self, stage: int) -> None:
         """The gradients of `stage` are complete."""
+
+    def abandon(self) -> None:
+        """The step is given up: forget its gradients."""
 
 
 @dataclass
@@ -124,7 +128,8 @@ class PipeEngine:
     any stage gives beside its hidden states (`WithLoss`). `queues` holds the weight queue of each stage whose layers
     can put weight gradients off. `reduction` is told when a stage's last backward begins and when its gradients are
     complete. `trace`, where it is given, gets each training step's instructions with their times in seconds.
-    `reports` are those of the last run, of this rank's stages, summed over its micro-batches.
+    `reports` are those of the last run, of this rank's stages, summed over its micro-batches. `stop` says which
+    micro-batches of a training step are run.
     """
 
     def __init__(
@@ -135,6 +140,7 @@ class PipeEngine:
         self.device, self.reduction = device, reduction
         self.queues = queues or {}
         self.trace: deque[list[Timed]] | None = None
+        self.stop = Stop()
         self.reports: dict[str, Tensor] = {}
         self._sent: dict[Place, Format] = {}                # what the next stage was told of this one's output
         self._received: dict[Place, Format] = {}            # what was told of a stage's input
@@ -145,13 +151,18 @@ class PipeEngine:
         ranks; training and evaluation are told apart without it.
 
         Returns the outputs of the last stage, one per micro-batch in order, where this rank holds it, else [].
+        Raises Stopped, on all ranks, where training is to stop before the last micro-batch.
         """
         training = any(isinstance(op, Backward | BackwardInput) for op in program)
-        step = _Step(batches, key, training)
+        step, abandoned, activity = _Step(batches, key, training), False, self.wires.pipeline.activity
         with nullcontext() if training else torch.no_grad():
             completing = self._completing(program)
             for at, op in enumerate(program):
+                if training and (abandoned if isinstance(op, ReduceGrads) else not self.stop.admits(op.micro)):
+                    abandoned = True
+                    continue
                 step.began = perf_counter()
+                activity.run(op, at, len(program))
                 if at in completing:
                     self.reduction.arm(op.stage)
                 _RUN[type(op)](self, op, step)
@@ -159,6 +170,11 @@ class PipeEngine:
                     self.reduction.reduce(op.stage)
                 step.times.append((op, step.began, perf_counter()))
         step.settle(0)
+        activity.instruction = None
+        if abandoned:
+            if self.reduction is not None:
+                self.reduction.abandon()
+            raise Stopped
         if training and self.trace is not None:
             self.trace.append(step.times)
         left = sorted(step.live.keys() | step.deferred.keys())

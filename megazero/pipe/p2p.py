@@ -7,12 +7,14 @@ which both programs name them, and never queue behind a message of another edge;
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..parallel.activity import Waiting
 from ..parallel.groups import Group, new_group
 from .instructions import Send
 from .lower import Program
@@ -46,6 +48,19 @@ def edge_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     return rounds
 
 
+@dataclass(frozen=True)
+class Message:
+    """A send or receive under way."""
+
+    work: Any
+    waiting: Waiting
+
+    def wait(self) -> None:
+        """Wait until it has gone, or is there."""
+        with self.waiting:
+            self.work.wait()
+
+
 class Wires:
     """The edges that this rank takes part in. Every rank of the pipeline makes them, in the same order."""
 
@@ -56,13 +71,17 @@ class Wires:
             mine = next((edge for edge in this if pipeline.index in edge), (pipeline.index,))
             self._handles[mine] = new_group(tuple(sorted(pipeline.ranks[i] for i in mine)))
 
-    def send(self, x: Tensor, to: int) -> Any:
-        """Start sending; returns the work, whose wait() says that `x` may be changed again."""
-        return dist.isend(_sendable(x), self.pipeline.ranks[to], group=self._handles[self.pipeline.index, to])
+    def send(self, x: Tensor, to: int) -> Message:
+        """Start sending; returns the message, whose wait() says that `x` may be changed again."""
+        peer = self.pipeline.ranks[to]
+        work = dist.isend(_sendable(x), peer, group=self._handles[self.pipeline.index, to])
+        return Message(work, self.pipeline.activity.waits("send", "pipeline", (peer,)))
 
-    def receive(self, x: Tensor, source: int) -> Any:
-        """Start receiving into `x`; returns the work, whose wait() says that `x` is there."""
-        return dist.irecv(_sendable(x), self.pipeline.ranks[source], group=self._handles[source, self.pipeline.index])
+    def receive(self, x: Tensor, source: int) -> Message:
+        """Start receiving into `x`; returns the message, whose wait() says that `x` is there."""
+        peer = self.pipeline.ranks[source]
+        work = dist.irecv(_sendable(x), peer, group=self._handles[source, self.pipeline.index])
+        return Message(work, self.pipeline.activity.waits("receive", "pipeline", (peer,)))
 
 
 def _sendable(x: Tensor) -> Tensor:
