@@ -57,7 +57,7 @@ from megazero.saver import Saver, Saving
 from megazero.starting import check_save, checkpoint_to_load
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
 from megazero.teacher import find_teacher, taught
-from megazero.trainer import Feed, Progress, Schedules, Trainer
+from megazero.trainer import Asked, Feed, Progress, Schedules, Trainer
 
 TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
 QUIET = ("checkpoint", "logging", "operations")     # sections whose changes a resumed run does not speak of
@@ -298,8 +298,8 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
         metrics.say(f"loaded {plan.teacher.folder} as the teacher")
     schedules = Schedules(schedule, decoupled(schedule, config.schedule))
     trainer = Trainer(
-        machine, feeds, schedules, batch=config.batch, logging=config.logging, metrics=metrics,
-        saver=saver_of(config, machine, metrics),
+        machine, feeds, schedules, metrics=metrics, saver=saver_of(config, machine, metrics),
+        asked=Asked(config.batch, config.logging, config.operations, config.precision.skips_allowed),
     )
     return trainer, progress
 
@@ -347,6 +347,7 @@ def zero_of(config: Config) -> Zero:
         asked.zero_stage, asked.clip_grad, asked.bucket_size, asked.overlap_grad_reduce, asked.overlap_param_gather,
         torch.bfloat16 if config.precision.grad_reduce_in_bf16 else None,
         make_loss_scaler(config.precision) if config.precision.fp16 else None, kernels_of(config).impl("squared_norm"),
+        config.operations.check_for_nan_in_loss_and_grad,
     )
 
 

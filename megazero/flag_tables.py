@@ -30,6 +30,7 @@ RENAMED = {
     "zero-reduce-bucket-size": "bucket_size",
     "deepscale": "deepspeed",
     "deepscale-config": "deepspeed_config",
+    "check-weight-hash-across-dp-replicas-interval": "check_replicas",
 }
 
 # MegaBlocks' spellings, whose router weights the choices by a softmax over all experts.
@@ -87,7 +88,6 @@ ACCEPTED = {
     "weights never depend on the layout": "use-cpu-initialization",
     "every rank makes no more than its own part of the model": "init-model-with-meta-device",
     "it tunes Megatron's FSDP": "fsdp-double-buffer use-nccl-ub fsdp-manual-registration",
-    "every gradient is checked": "no-check-for-nan-in-loss-and-grad check-for-nan-in-loss-and-grad",
     "there is no index to cache or build": "data-cache-path= num-dataset-builder-threads=",
     "there is no generator state to save": "no-load-rng no-save-rng te-rng-tracker inference-rng-tracker",
     "there is one checkpoint format, which any layout reads": """ckpt-format= dist-ckpt-format= use-dist-ckpt

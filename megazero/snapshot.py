@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from .checkpoint import Reader, Wanted, folder_of, latest
@@ -76,6 +77,7 @@ def start_of(asked: CheckpointConfig, folder: Path | None, reached: Mapping[str,
     if folder is None or asked.finetune:
         return Progress()
     progress = Progress(**{name: reached[name] for name in vars(Progress()) if name in reached})
+    progress = replace(progress, losses=tuple(progress.losses))
     return progress.recounted() if asked.reset_iteration and not is_own(asked, folder) else progress
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from .batch_sizes import BatchSizes
 from .config import BatchConfig, LoggingConfig
+from .config_operations import OperationsConfig
 from .data.batch import KD_LOSS, MicroBatch
 from .data.loader import Loader, counted_tokens
+from .faults import Fault, find
 from .lr_curves import Done
 from .lr_schedule import Schedule
 from .machine import Machine
@@ -26,7 +29,9 @@ from .metrics import Metrics
 from .moe.students import TAUGHT
 from .parallel.collectives import AgreedError, all_reduce, gather_objects
 from .parallel.groups import Mesh
+from .parallel.replicas import first_difference
 from .parallel.zero import Rates, Update
+from .spikes import SpikeRule
 from .stopping import Stopped
 from .summary import peak_memory
 
@@ -42,6 +47,9 @@ class Progress:
     skipped_samples: int = 0
     skipped_tokens: int = 0
     earlier: int = 0                # updates before the iterations were counted from 0 again
+    bad: int = 0                    # of the skipped, how many for numbers that were bad, and not for overflow
+    bad_in_a_row: int = 0
+    losses: tuple[float, ...] = ()  # the last ones, where spikes are skipped
 
     @property
     def done(self) -> Done:
@@ -53,7 +61,7 @@ class Progress:
 
     def recounted(self) -> Progress:
         """The same, but that iterations are counted from 0 again."""
-        return replace(self, iteration=0, skipped=0, earlier=self.done.updates)
+        return replace(self, iteration=0, skipped=0, bad=0, earlier=self.done.updates)
 
 
 @dataclass(frozen=True)
@@ -122,6 +130,19 @@ class Feed:
         return self.loader.global_batch(0)[0].to(self.mesh.device)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """How to train, in the sections of the configuration that say it.
+
+    patience  steps skipped in a row, for numbers that are bad, that end the run; 0: no number does
+    """
+
+    batch: BatchConfig
+    logging: LoggingConfig = LoggingConfig()
+    operations: OperationsConfig = OperationsConfig()
+    patience: int = 0
+
+
 class Saver(Protocol):
     """Saves the state of a run, perhaps beside the training."""
 
@@ -159,10 +180,12 @@ class Trainer:
 
     def __init__(
         self, machine: Machine, feeds: Mapping[str, Feed], schedules: Schedules, *,
-        batch: BatchConfig, logging: LoggingConfig, metrics: Metrics, saver: Saver,
+        asked: Asked, metrics: Metrics, saver: Saver,
     ) -> None:
-        self.machine, self.feeds, self.schedules = machine, feeds, schedules
-        self.batch, self.logging, self.metrics, self.saver = batch, logging, metrics, saver
+        self.machine, self.feeds, self.schedules, self.asked = machine, feeds, schedules, asked
+        self.batch, self.logging, self.metrics, self.saver = asked.batch, asked.logging, metrics, saver
+        self.spikes = SpikeRule(asked.operations.spike_threshold, asked.operations.spike_window)
+        self._losses: tuple[float, ...] = ()                # the last ones, to compare the next with
         self.around: Callable[[int], AbstractContextManager] = nullcontext   # of the step of an iteration
         self._last = 0                                      # iteration after which training ends
         self._late = math.inf                               # when the time is up (--exit-duration-in-mins)
@@ -186,6 +209,8 @@ class Trainer:
                 self._late = math.inf if limit is None else started + 60 * limit
                 self.saver.poll()
                 done = progress.iteration
+                if self._is_due(self.asked.operations.check_replicas, done):
+                    self._check_replicas(done)
                 if self._is_due(self.batch.exit_interval, done) and done < iterations:
                     reason = "--exit-interval"
                 elif self._is_due(self.batch.eval_interval, done) and done < iterations:
@@ -236,7 +261,9 @@ class Trainer:
         loss, is_taught = self._loss(batches, progress)
         loss = loss / loss_scale
         rates, reports = self.schedules.at(progress.done), machine.reports()
-        update, extra = self._update(rates, measured=self.logging.shows(iteration, self._last))
+        update, extra = self._update(
+            rates, self._veto(loss, progress), measured=self.logging.shows(iteration, self._last)
+        )
         if is_taught:
             extra[KD_LOSS] = reports[KD_LOSS] / loss_scale
         if feed.loader.is_growing:
@@ -246,10 +273,20 @@ class Trainer:
             progress, iteration=iteration, consumed_samples=progress.consumed_samples + size,
             consumed_tokens=progress.consumed_tokens + tokens,
         )
-        if update.skipped:
-            progress = self._skip(progress, update, size, tokens)
-        else:
+        if not update.skipped:
             machine.optimizer.move(reports)
+            progress = self._made(progress, loss)
+        else:
+            if machine.optimizer.scale is not None and not update.norm.isfinite():
+                self._say_overflow(progress, update)
+            else:
+                progress = self._pass_over(progress, loss, update, partial(
+                    find, machine, batches, machine.train_program(len(batches)), self._key(batches, is_taught)
+                ))
+            progress = replace(
+                progress, skipped=progress.skipped + 1, skipped_samples=progress.skipped_samples + size,
+                skipped_tokens=progress.skipped_tokens + tokens,
+            )
         self._read()
         self._unread = _Step(
             progress, loss, update, extra, rates.learning_rate, loss_scale, time.monotonic() - start, tokens, reports,
@@ -260,29 +297,90 @@ class Trainer:
     def _loss(self, batches: list[MicroBatch], progress: Progress) -> tuple[Tensor, bool]:
         """Forwards and backwards of the step after `progress`: the scaled LM loss, and whether there was a teacher, who
         goes when the time is over."""
-        machine, distillation, length = self.machine, self.machine.distillation, len(batches[0].tokens)
+        machine, distillation = self.machine, self.machine.distillation
         program = machine.train_program(len(batches))
         if distillation is not None and distillation.is_on:
             if distillation.config.teaches(progress.iteration, progress.consumed_tokens):
-                return machine.loss(batches, program, key=(TAUGHT, length)), True
+                return machine.loss(batches, program, key=self._key(batches, True)), True
             self._read()
             distillation.end()
             self.metrics.say(f"distillation ended after iteration {progress.iteration}, and the teacher is freed")
-        return machine.loss(batches, program, key=length), False
+        return machine.loss(batches, program, key=self._key(batches, False)), False
 
-    def _update(self, rates: Rates, *, measured: bool) -> tuple[Update, dict[str, Tensor]]:
+    def _key(self, batches: list[MicroBatch], is_taught: bool) -> Hashable:
+        """What the shapes of hidden states depend on."""
+        length = len(batches[0].tokens)
+        return (TAUGHT, length) if is_taught else length
+
+    def _update(self, rates: Rates, veto: Tensor | None, *, measured: bool) -> tuple[Update, dict[str, Tensor]]:
         """The optimizer's step, and on steps that are shown the figures that were asked for."""
         optimizer, extra = self.machine.optimizer, {}
         if measured and self.logging.log_num_zeros_in_grad:
             extra["num_zeros"] = optimizer.zero_count()
-        update = optimizer.step(rates)
+        update = optimizer.step(rates, veto)
         if measured and self.logging.log_params_norm:
             extra["params_norm"] = optimizer.parameter_norm()
         if measured and self.logging.log_optimizer_states_to_tensorboard:
             extra["exp_avg_norm"], extra["exp_avg_sq_norm"] = optimizer.moment_norms()
         return update, extra
 
-    def _skip(self, progress: Progress, update: Update, samples: int, tokens: int) -> Progress:
+    def _veto(self, loss: Tensor, progress: Progress) -> Tensor | None:
+        """Whether the step is not to be made for its loss, bool scalar; None: nobody asks for that."""
+        asked = self.asked.operations
+        if not asked.check_for_nan_in_loss_and_grad:
+            return None
+        veto = ~loss.isfinite()
+        if asked.spike_action == "skip" and self.spikes.describes(progress.losses, loss.item()) is not None:
+            veto = torch.ones_like(veto)
+        return veto
+
+    def _made(self, progress: Progress, loss: Tensor) -> Progress:
+        """After a step that made its update."""
+        if self.asked.operations.spike_action == "skip":
+            progress = replace(progress, losses=self.spikes.keep(progress.losses, loss.item()))
+        return replace(progress, bad_in_a_row=0)
+
+    def _pass_over(
+        self, progress: Progress, loss: Tensor, update: Update, look: Callable[[], Fault | None]
+    ) -> Progress:
+        """A step made no update for numbers that are bad: say which, where they began, and stop or count it."""
+        self._read()
+        value, norm, asked = loss.item(), update.norm.item(), self.asked.operations
+        if math.isfinite(value) and math.isfinite(norm):
+            action, what = asked.spike_action, self.spikes.describes(progress.losses, value)
+        else:
+            fault = look()
+            where = f"first in {fault}" if fault is not None else (
+                f"first in the gradient of {update.first}, but not when the step is run again, which points to the "
+                "hardware"
+            )
+            action, what = asked.nonfinite_action, f"loss {value}, gradient norm {norm}: not finite, {where}"
+        row = progress.bad_in_a_row + 1
+        if action == "stop":
+            raise AgreedError(
+                f"iteration {progress.iteration}: {what}: training stops here without saving; the last checkpoint is "
+                "good"
+            )
+        if self.asked.patience and row >= self.asked.patience:
+            raise AgreedError(
+                f"iteration {progress.iteration}: {what}: {row} steps in a row were skipped, and so many end the run "
+                "(--max-consecutive-skips)"
+            )
+        self.metrics.say(
+            f"iteration {progress.iteration} skipped: {what}; {progress.bad + 1} steps were skipped for such numbers"
+        )
+        return replace(progress, bad=progress.bad + 1, bad_in_a_row=row)
+
+    def _check_replicas(self, iteration: int) -> None:
+        """Raises AgreedError where ranks that should hold the same do not."""
+        differing = first_difference(self.machine.optimizer, self.machine.mesh)
+        if differing is not None:
+            raise AgreedError(
+                f"iteration {iteration}: replicas are no longer alike: {differing} (--check-replicas): training stops "
+                "here without saving"
+            )
+
+    def _say_overflow(self, progress: Progress, update: Update) -> None:
         """A step made no update for overflow: say so, and stop where that goes on for too long."""
         optimizer = self.machine.optimizer
         reason = optimizer.zero.scaler.reason_to_stop(optimizer.scale, str(update.first))
@@ -291,10 +389,6 @@ class Trainer:
         self.metrics.say(
             f"iteration {progress.iteration} skipped: the gradient of {update.first} overflows; "
             f"the loss scale is {optimizer.loss_scale:g} now, {optimizer.scale.skipped} steps were skipped in all"
-        )
-        return replace(
-            progress, skipped=progress.skipped + 1, skipped_samples=progress.skipped_samples + samples,
-            skipped_tokens=progress.skipped_tokens + tokens,
         )
 
     def _read(self) -> None:
@@ -308,6 +402,8 @@ class Trainer:
                 f"iteration {step.progress.iteration}: loss {loss}, gradient norm {grad_norm}: not finite, so training "
                 "stops here without saving; the last checkpoint is good"
             )
+        if not step.update.skipped:
+            self._judge(step.progress.iteration, loss)
         self.metrics.train(
             {
                 "iteration": step.progress.iteration,
@@ -325,6 +421,18 @@ class Trainer:
             }
             | self.machine.figures(step.reports, step.micro_batches)
         )
+
+    def _judge(self, iteration: int, loss: float) -> None:
+        """Speak of a loss that jumps, or raise AgreedError, before anything is saved."""
+        action = self.asked.operations.spike_action
+        if action not in ("warn", "stop"):
+            return
+        spike = self.spikes.describes(self._losses, loss)
+        if spike is not None and action == "stop":
+            raise AgreedError(f"iteration {iteration}: {spike}: training stops here without saving (--spike-action)")
+        if spike is not None:
+            self.metrics.say(f"warning: iteration {iteration}: {spike}")
+        self._losses = self.spikes.keep(self._losses, loss)
 
     def evaluate(self, part: str, progress: Progress) -> float | None:
         """Token-mean loss over the first --eval-iters global batches of a part; None where it has no data. Its batches

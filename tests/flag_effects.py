@@ -94,6 +94,13 @@ SHOWN = {
     "test_stopping.py::test_interrupted_twice_a_run_leaves_at_once_and_a_file_stops_it_too": "kill_switch_path",
     "test_stopping.py::test_signals_are_left_to_the_system_on_request_and_after_the_run": "exit_signal_handler",
     "test_failing.py::test_a_job_that_hangs_says_which_rank_waits_for_whom_and_where": "hang_timeout_minutes",
+    "test_bad_numbers.py::test_the_step_the_rank_and_the_layer_are_named_and_nothing_is_saved":
+        "check_for_nan_in_loss_and_grad",
+    "test_bad_numbers.py::test_a_step_with_bad_numbers_is_passed_over_on_request_and_leaves_no_trace":
+        "nonfinite_action",
+    "test_bad_numbers.py::test_a_loss_that_jumps_is_told_skipped_or_ends_the_run": "spike_action",
+    "test_bad_numbers.py::test_the_flags_of_spikes_reach_the_rule": "spike_threshold spike_window",
+    "test_bad_numbers.py::test_replicas_that_are_no_longer_alike_are_named": "check_replicas",
     "test_front_door.py::test_all_ranks_leave_together_when_time_is_up": "exit_duration_in_mins",
     "test_front_door.py::test_auto_resume_starts_anew_where_there_is_nothing_and_says_so": "auto_resume",
     "test_front_door.py::test_the_attention_that_is_asked_for_runs": "attention_backend",

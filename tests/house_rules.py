@@ -19,7 +19,7 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 FLOORS = (
     ("megazero/settings.py", "megazero/checksum.py", "megazero/tensor_file.py", "megazero/batch_sizes.py",
      "megazero/layout_string.py", "megazero/allocator.py", "megazero/ds_keys.py",
-     "megazero/stopping.py", "megazero/signals.py"),
+     "megazero/stopping.py", "megazero/signals.py", "megazero/spikes.py"),
     ("megazero/config.py", "megazero/config_data.py", "megazero/config_moe.py", "megazero/config_parallel.py",
      "megazero/config_precision.py", "megazero/config_checkpoint.py", "megazero/config_schedule.py",
      "megazero/config_distill.py", "megazero/config_curriculum.py", "megazero/config_operations.py",
@@ -39,6 +39,7 @@ FLOORS = (
     ("megazero/parallel/reducer.py", "megazero/parallel/rules.py", "megazero/parallel/lamb.py",
      "megazero/parallel/muon.py"),
     ("megazero/parallel/zero.py",),
+    ("megazero/parallel/replicas.py",),
     ("megazero/attention_core.py",),
     ("megazero/pipe/", "megazero/attention.py", "megazero/mlp.py", "megazero/metrics.py",
      "megazero/profiling.py"),
@@ -48,7 +49,7 @@ FLOORS = (
     ("megazero/retention.py", "megazero/moe/students.py"),
     ("megazero/moe/", "megazero/hf.py", "megazero/trainer.py", "megazero/snapshot.py",
      "megazero/saver.py", "megazero/machine.py", "megazero/generation.py", "megazero/summary.py",
-     "megazero/weights_only.py", "megazero/hang.py"),
+     "megazero/weights_only.py", "megazero/hang.py", "megazero/faults.py"),
     ("megazero/gpt.py", "megazero/own.py", "megazero/teacher.py", "megazero/upcycle.py", "megazero/parts.py",
      "megazero/starting.py", "megazero/lookout.py"),
     ("megazero/planner/",),
@@ -80,6 +81,7 @@ ONLY_IN = {
 PURE = (
     "megazero/settings.py",
     "megazero/allocator.py",
+    "megazero/spikes.py",
     "megazero/stopping.py",
     "megazero/signals.py",
     "megazero/batch_sizes.py",

@@ -37,6 +37,7 @@ class Zero:
     wire_dtype      in which gradients travel; None: as they are kept
     scaler          the loss scale's rule where losses are scaled (fp16) and a step that overflows is skipped
     norm_impl       of the squared norm: auto, torch, triton
+    checked         a step whose gradient is not finite is not made, without a scaler too
     """
 
     stage: int = 1
@@ -47,6 +48,7 @@ class Zero:
     wire_dtype: torch.dtype | None = None
     scaler: LossScaler | None = None
     norm_impl: str = "auto"
+    checked: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Update:
 
     norm     of the global, averaged, unscaled, unclipped gradient (L2, fp64 scalar)
     clipped  whether that was above the limit (bool scalar)
-    skipped  whether nothing was done because it is not finite
-    first    then, the first parameter of the model whose gradient is not
+    skipped  whether nothing was done, because it is not finite or by a veto
+    first    the first parameter of the model whose gradient is not finite
     """
 
     norm: Tensor
@@ -130,26 +132,31 @@ class ZeroOptimizer:
         return 1.0 if self.scale is None else self.scale.scale
 
     @torch.no_grad()
-    def step(self, rates: Rates) -> Update:
+    def step(self, rates: Rates, veto: Tensor | None = None) -> Update:
         """One update with gradients of losses that were multiplied by `loss_scale`, which it then moves.
 
-        Where the norm is not finite and there is a scaler, the gradients are forgotten and nothing else changes;
-        without one the weights are spoiled on all ranks alike, and the caller stops before saving.
+        Where the norm is not finite and there is a scaler or it is checked, the gradients are forgotten and nothing
+        else changes, and so where `veto` (bool scalar) is true on any rank; unchecked the weights are spoiled on all
+        ranks alike, and the caller stops before saving.
         """
         scale = self.loss_scale
         owned = self.reducer.owned()
         for bucket, grad in zip(self.trained, owned, strict=True):
             for group in bucket.grad_sum:
                 all_reduce(grad, group)
-        norm = self._norm(owned) / scale
+        norm, vetoes = self._norm(owned, veto)
+        norm = norm / scale
         clipped = norm > (self.zero.clip or float("inf"))
-        if self.zero.scaler is not None:
-            overflow = not bool(norm.isfinite())
+        overflow = vetoed = False
+        if self.zero.scaler is not None or self.zero.checked:
+            finite, vetoed = torch.stack((norm.isfinite(), vetoes > 0)).tolist()
+            overflow = not finite
+        if self.zero.scaler is not None and (overflow or not vetoed):
             self.scale = self.zero.scaler.after(self.scale, overflow=overflow)
-            if overflow:
-                first = self.offender()
-                self.reducer.clear()
-                return Update(norm, clipped, skipped=True, first=first)
+        if overflow or vetoed:
+            first = self.offender() if overflow else None
+            self.reducer.clear()
+            return Update(norm, clipped, skipped=True, first=first)
         factor = None if scale == 1.0 and not self.zero.clip else torch.full_like(norm, 1.0 / scale)
         if self.zero.clip > 0:
             factor = factor * (self.zero.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -174,18 +181,21 @@ class ZeroOptimizer:
             for info in bucket.infos if not bucket.is_trained else ():
                 info.tensor.copy_(info.movement(info.tensor, reports))
 
-    def _norm(self, slices: Sequence[Tensor]) -> Tensor:
-        """The L2 norm over the whole model of one slice per bucket: each element once."""
-        total = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+    def _norm(self, slices: Sequence[Tensor], veto: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The L2 norm over the whole model of one slice per bucket, each element once, and the number of vetoes."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
         for bucket, flat in zip(self.trained, slices, strict=True):
             if bucket.recorded:
-                total += squared_norm(flat, self.zero.norm_impl)
-        return all_reduce(total, self.mesh.world).sqrt()
+                total[0] += squared_norm(flat, self.zero.norm_impl)
+        if veto is not None:
+            total[1] = veto
+        all_reduce(total, self.mesh.world)
+        return total[0].sqrt(), total[1]
 
     @torch.no_grad()
     def parameter_norm(self) -> Tensor:
         """L2 norm of all parameters of the model, fp64 scalar; called by all ranks."""
-        return self._norm([bucket.weight for bucket in self.trained])
+        return self._norm([bucket.weight for bucket in self.trained])[0]
 
     @torch.no_grad()
     def moment_norms(self) -> Tensor:
@@ -211,6 +221,10 @@ class ZeroOptimizer:
                 own = bucket.part(number, grad)[:real]
                 total += own.numel() - own.count_nonzero()
         return all_reduce(total, self.mesh.world)
+
+    def place(self, name: str) -> tuple[int, int]:
+        """Where a parameter of this rank stands in the whole model, comparable between ranks."""
+        return self._order[name]
 
     def offender(self) -> str | None:
         """The first parameter in the order of the model whose owned gradient is not finite on any rank; called by all,
