@@ -17,6 +17,7 @@ from megazero import metrics
 from megazero.flag_tables import RENAMED, SETS
 from megazero.flags import all_settings, parse
 from megazero.flops import Flops
+from megazero.lookout import Lookout
 from megazero.lr_curves import Done
 from megazero.parallel.groups import World, choose_device
 from megazero.plan import plan_stages
@@ -64,7 +65,8 @@ def timeout(words: str) -> object:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError) as met:
         patch.setattr(pretrain_gpt, "connect", lambda *_, **how: (_ for _ in ()).throw(InterruptedError(str(how))))
         config = asked(words)
-        pretrain_gpt.run(pretrain_gpt.prepare(config, World()), World(), [])
+        lookout = Lookout(World(), pretrain_gpt.watched(config))
+        pretrain_gpt.run(pretrain_gpt.prepare(config, World()), World(), [], lookout)
     return str(met.value)
 
 

@@ -72,7 +72,8 @@ def test_no_flag_has_two_kinds():
         assert len(kinds_of(name)) == 1, name
     assert {*flag_tables.VALUES, *ANSWERED, *BESIDE, *LEADERS} <= set(REFUSED_FLAGS)
     known = {*own, *RENAMED, *SETS, *ACCEPTED_FLAGS, *REFUSED_FLAGS}
-    assert set(" ".join(EVIDENCE.values()).split()) <= known and not known & set(READING)
+    negated = {f"no-{setting.replace('_', '-')}" for setting, what in all_settings().items() if what.kind is bool}
+    assert set(" ".join(EVIDENCE.values()).split()) <= known | negated and not known & set(READING)
 
 
 def test_a_plain_command_line_is_the_defaults():
@@ -95,7 +96,7 @@ VALUES = {
     "rope_scaling_factor": "2", "rope_high_freq_factor": "2", "num_query_groups": "2",
     "train_tokens": "4096", "decoupled_min_lr": "0.25", "min_loss_scale": "0.25", "cycle_min_lr": "0.25",
     "cycle_max_mom": "0.875", "warmup_max_lr": "0.25", "warmup_min_lr": "0.25",
-    "window_size": "4,0", "window_attn_skip_freq": "2",
+    "spike_window": "40", "window_size": "4,0", "window_attn_skip_freq": "2",
     "moe_layer_freq": "[0,1,1,0]", "moe_router_load_balancing_type": "seq_aux_loss aux_loss",
 }  # fmt: skip
 GROWING = "--curriculum-schedule-type fixed_linear"
@@ -184,6 +185,7 @@ def test_every_field_is_honoured(setting):
         ("--swiglu", "model", {"activation": "swiglu"}),
         ("--swiglu --no-bias-gelu-fusion", "model", {"activation": "swiglu"}),
         ("--squared-relu", "model", {"activation": "squared_relu"}),
+        ("--check-weight-hash-across-dp-replicas-interval 5", "operations", {"check_replicas": 5}),
         ("--openai-gelu", "model", {"activation": "gelu_tanh"}),
         ("--no-bias-gelu-fusion", "model", {"activation": "gelu"}),
         ("--enable-zbh1-pipeline", "parallel", {"pipeline_schedule": "zb-h1"}),
