@@ -3,10 +3,12 @@ raw write of the same bytes.
 
     python benchmarks/checkpoint.py --parameters 200_000_000 --processes 1 2 --disk /data --memory /dev/shm
 
-All ways take turns within a round, each in a new folder; a save ends when its bytes are synced and all ranks are done.
-Raw is a write of the buffers as they lie with one fsync, and a read of them into memory that is there. On the disk the
-files are put out of the page cache before they are loaded, as far as the system does that. Memory (tmpfs) shows what
-the software itself costs. Every way has as many threads as it likes; the distributed checkpoint is told to use two.
+All ways take turns within a round, another one first in each, each in a new folder. Every rank saves and loads its own
+slices, 1/processes of all; a save ends when its bytes are synced and all ranks are done. Raw is a write of the buffers
+as they lie with one fsync, and a read of them into memory that is there. Ready: loaded, and the weights carried to all
+ranks, which every way needs before it can train. On the disk the files are put out of the page cache before they are
+loaded, as far as the system does that. Memory (tmpfs) shows what the software itself costs. Every way has as many
+threads as it likes; the distributed checkpoint is told to use two.
 GB/s are medians of rounds, ratios medians of ratios within a round: where others work too, only these mean something.
 The stall of a save in the background is measured against a plain copy of the same tensors.
 """
@@ -44,11 +46,12 @@ from megazero.parallel.shard import ShardSpec  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.parallel.zero import Zero, ZeroOptimizer  # noqa: E402
 from megazero.saver import Saver, Saving  # noqa: E402
-from megazero.snapshot import load  # noqa: E402
+from megazero.snapshot import fill  # noqa: E402
 from megazero.trainer import Progress  # noqa: E402
 
 HIDDEN = 1024
 WAYS = ("raw", "megazero", "safetensors", "torch", "distributed")
+DONE = ("save", "load", "ready")
 
 
 class NoSettings:
@@ -123,10 +126,10 @@ class Bench:
                 os.fsync(out.fileno())
 
     def load(self, way: str, folder: Path) -> None:
-        """Load what was saved: into the state, but for torch and safetensors, which make tensors of their own."""
+        """Load this rank's slices: into the state, but for torch and safetensors, which make tensors of their own."""
         file = self.file(folder)
         if way == "megazero":
-            load(folder / "iter_0000001", self.optimizer, self.mesh, moments=True)
+            fill(folder / "iter_0000001", self.optimizer, self.mesh, moments=True)
         elif way == "distributed":
             dcp.load(self.state, storage_reader=dcp.FileSystemReader(folder), no_dist=not self.many)
         elif way == "raw":
@@ -193,14 +196,15 @@ def growth_of_a_save(bench: Bench, root: Path) -> tuple[int, float]:
 
 
 def stalls(bench: Bench, root: Path, rounds: int) -> list[float]:
-    """How long saves in the background stop the run, over the time of a copy."""
+    """How long saves in the background stop the run, over the time of a copy to the very same memory."""
     folder, found = new_folder(bench, root, "stall"), []
     saver = Saver(folder, bench.optimizer, bench.mesh, config=NoSettings(), how=Saving(background=True))
-    copies = {name: data.clone() for name, data in bench.state.items()}
     for number in range(rounds + 1):            # the first one makes the buffers
         stall = bench.timed(lambda number=number: saver.save(Progress(number)))
         saver.finish()
-        copy = bench.timed(lambda: [copies[name].copy_(data) for name, data in bench.state.items()])
+        slices = [data for parts in saver._slices().values() for data in parts]
+        pairs = list(zip(saver._buffers.values(), slices, strict=True))
+        copy = bench.timed(lambda pairs=pairs: [to.copy_(data) for to, data in pairs])
         found.append(stall / copy)
     saver.close()
     if bench.mesh.rank == 0:
@@ -218,14 +222,17 @@ def work(args: argparse.Namespace) -> dict[str, object]:
     found: dict[str, object] = {"growth of a save in MiB": grown / 2**20, "folder over tensors": size}
     for medium in args.media:
         root = args.memory if medium == "memory" else args.disk
-        seconds = {way: {"save": [], "load": []} for way in WAYS}
+        seconds = {way: {done: [] for done in DONE} for way in WAYS}
         for number in range(args.rounds):
-            for way in WAYS:
+            first = number % len(WAYS)
+            for way in (*WAYS[first:], *WAYS[:first]):
                 folder = new_folder(bench, root, f"{way}-{number}")
                 seconds[way]["save"].append(bench.timed(lambda way=way, folder=folder: bench.save(way, folder)))
                 if medium == "disk":
                     evict(bench, folder)
-                seconds[way]["load"].append(bench.timed(lambda way=way, folder=folder: bench.load(way, folder)))
+                loading = bench.timed(lambda way=way, folder=folder: bench.load(way, folder))
+                seconds[way]["load"].append(loading)
+                seconds[way]["ready"].append(loading + bench.timed(bench.optimizer.publish))
                 if mesh.rank == 0:
                     shutil.rmtree(folder)
         found[medium] = figures(seconds, bench.bytes)
@@ -237,7 +244,7 @@ def work(args: argparse.Namespace) -> dict[str, object]:
 def figures(seconds: dict[str, dict[str, list[float]]], size: int) -> dict[str, dict[str, float]]:
     """GB/s of each way, and the ratios of our speed to that of raw and of the distributed checkpoint."""
     found = {}
-    for what in ("save", "load"):
+    for what in DONE:
         ours = seconds["megazero"][what]
         numbers = {way: size / statistics.median(seconds[way][what]) / 1e9 for way in WAYS}
         for other in WAYS:

@@ -86,12 +86,9 @@ def is_own(asked: CheckpointConfig, folder: Path) -> bool:
     return asked.auto_resume and folder.parent == Path(asked.save)
 
 
-def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, verify: bool = True) -> Progress:
-    """Fill the optimizer, whatever layout wrote the checkpoint; returns its progress.
-
-    Without `moments` only the weights are taken. Raises AgreedError where any of them cannot read.
-    """
-    def fill() -> dict:
+def fill(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, verify: bool = True) -> dict:
+    """Fill what this rank owns; what the checkpoint tells of its progress. The first half of `load`."""
+    def read() -> dict:
         reader = Reader(folder, verify=verify)
         wanted = {info.name for bucket in optimizer.buckets for info in bucket.infos}
         if mesh.pipeline.size == 1 and (extra := sorted(set(reader.tensors) - wanted)):
@@ -103,7 +100,15 @@ def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, v
         )
         return dict(reader.progress)
 
-    told = together(mesh.world, fill)[0]
+    return together(mesh.world, read)[0]
+
+
+def load(folder: Path, optimizer: ZeroOptimizer, mesh: Mesh, *, moments: bool, verify: bool = True) -> Progress:
+    """Fill the optimizer, whatever layout wrote the checkpoint; returns its progress.
+
+    Without `moments` only the weights are taken. Raises AgreedError where any of them cannot read.
+    """
+    told = fill(folder, optimizer, mesh, moments=moments, verify=verify)
     optimizer.publish()
     updates, scale = told.pop("updates"), told.pop("loss_scale", None)
     if moments:
