@@ -9,15 +9,13 @@ import math
 from dataclasses import dataclass
 
 MATMUL_SHARE = 0.75         # of the peak that a large product of matrices reaches
-MATMUL_DEPTH = 256          # inner size that costs as much as a product's start and end
+MATMUL_DEPTH = 2            # tiles of inner size that cost as much as a tile's start and end
 ATTENTION_SHARE = 0.60      # of a large product's rate that fused attention reaches
 MEMORY_SHARE = 0.85         # of the memory's bandwidth that passes over tensors reach
 LINK_SHARE = 0.75           # of a link's bandwidth that a collective reaches
 KERNEL_SECONDS = 4e-6       # that the smallest kernel takes
 MESSAGE_SECONDS = 1e-5      # that the smallest message between two ranks takes
 USABLE_SHARE = 0.94         # of a device's memory that is left beside libraries and gaps between pieces
-
-TILE = 128                  # rows and columns of a product that one unit works on at a time
 
 
 @dataclass(frozen=True)
@@ -30,6 +28,7 @@ class Device:
     units           that work side by side (streaming multiprocessors, compute units)
     link, network   bytes per second to the other devices of a node, and out of it, per direction
     per_node        devices of a node
+    tile            rows and columns of a product that a unit works on at a time
     """
 
     name: str
@@ -40,6 +39,7 @@ class Device:
     link: float
     network: float
     per_node: int = 8
+    tile: int = 128
 
     @property
     def usable(self) -> float:
@@ -57,9 +57,10 @@ class Device:
         """
         if not rows * columns * inner * count:
             return 0.0
-        tiles = math.ceil(rows / TILE) * math.ceil(columns / TILE) * count
+        tile = self.tile
+        tiles = math.ceil(rows / tile) * math.ceil(columns / tile) * count
         rounds = math.ceil(tiles / self.units)
-        flops = 2 * rounds * self.units * TILE**2 * (inner + MATMUL_DEPTH)
+        flops = 2 * rounds * self.units * tile**2 * (inner + MATMUL_DEPTH * tile)
         moved = size * count * (rows * inner + inner * columns + rows * columns)
         return KERNEL_SECONDS + max(flops / (self.flops * MATMUL_SHARE * 2 / size), self.pass_seconds(moved))
 

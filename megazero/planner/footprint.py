@@ -121,6 +121,7 @@ def block_elements(layout: Layout, experts: int) -> int:
     h, d, queries = model.hidden_size, model.head_dim, model.num_attention_heads
     inner = (queries + 2 * model.query_groups) * d
     attention = (inner * h + queries * d * h + inner * model.qkv_bias) // t + h * model.bias
+    attention += queries // t * (model.softmax_type == "learnable")
     attention += 2 * norm_parameters(model, d) * model.qk_layernorm + 2 * norm_parameters(model, h)
     if experts == 1:
         return attention + mlp_elements(model, model.ffn, t, bias=model.bias)
@@ -149,7 +150,8 @@ def kept_bytes(layout: Layout, stage: StageSlice) -> float:
     kept = rows * h * bool(model.hidden_dropout) * stage.embedding
     kept += layout.residual * rows * h * stage.norm
     if stage.head:
-        kept += layout.compute * (rows * h + layout.tokens * layout.table / h)
+        logits = 0 if layout.loss_chunk else layout.tokens * layout.table / h       # in chunks they are computed again
+        kept += layout.compute * (rows * h + logits)
     again, plain = _recomputed(layout, stage)
     kept += sum(block_kept(layout, experts) for experts in plain)
     return kept + layout.residual * rows * h * len(again)
@@ -213,7 +215,7 @@ def moe_kept(layout: Layout, experts: int) -> float:
     """Of routed experts and what stands beside them, behind their input."""
     model, moe, c = layout.model, layout.moe, layout.compute
     rows, ffn = expert_rows(layout), moe.moe_ffn_hidden_size or model.ffn
-    wide = ffn * ((2 if model.gated else 1) + (not layout.on_cpu))
+    wide = ffn * ((2 if model.gated else 1) + 1)
     kept = 4 * layout.tokens * experts                                      # scores, whole on every rank
     kept += c * rows * (layout.expert_tensor * model.hidden_size + wide)    # what experts take, and their inner widths
     kept += c * rows * model.hidden_size                                    # what comes back to be weighted

@@ -28,6 +28,7 @@ class StageSlice:
 
     home      the pipeline rank that holds it
     experts   of each of its blocks, 1: a dense one
+    windows   how far back each of its blocks sees, None: all the way
     """
 
     home: int
@@ -35,6 +36,7 @@ class StageSlice:
     experts: tuple[int, ...]
     norm: bool
     head: bool
+    windows: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Layout:
     recompute       None, "selective" or "full"; of the latter `method` and `group` (the N of --recompute-method)
     zero            stage of ZeRO
     fused           whether attention keeps no probabilities
-    on_cpu          whether experts run as they do on CPUs, keeping less
+    loss_chunk      tokens whose loss is taken at once, 0: all
     overlaps        whether gradients are reduced beside the backward, and parameters gathered beside the forward
     """
 
@@ -76,7 +78,7 @@ class Layout:
     zero: int = 1
     optimizer: str = "adam"
     fused: bool = True
-    on_cpu: bool = False
+    loss_chunk: int = 0
     overlaps: tuple[bool, bool] = (False, False)
 
     @property
@@ -143,9 +145,10 @@ class Layout:
         last = len(names) - 1
         return tuple(
             StageSlice(
-                home, 0 in part, tuple(experts[i - 1] for i in part if 0 < i < last - 1), last - 1 in part, last in part
+                home, 0 in part, tuple(experts[i] for i in blocks), last - 1 in part, last in part,
+                tuple(self.model.windows[i] for i in blocks),
             )
-            for home, part in zip(self.homes, slices, strict=True)
+            for home, part, blocks in zip(self.homes, slices, _blocks_of(slices, last - 2), strict=True)
         )
 
     def peaks(self, sizes: Sequence[float]) -> list[float]:
@@ -175,6 +178,11 @@ class Layout:
             return figures(self.micro_batches)
         less, more = figures(few + rest), figures(few + rest + self.pipeline)
         return [a + (b - a) * rounds for a, b in zip(less, more, strict=True)]
+
+
+def _blocks_of(slices: Sequence[range], count: int) -> list[list[int]]:
+    """The numbers of the blocks in each slice of the list of layers, which has the embedding before them."""
+    return [[i - 1 for i in part if 0 < i <= count] for part in slices]
 
 
 def split_of(parallel: ParallelConfig) -> Split:
@@ -210,6 +218,9 @@ def layout_of(config: Config, vocab: int, world: int) -> Layout:
         recompute=recompute.recompute_granularity, method=recompute.recompute_method or "uniform",
         group=recompute.layers, zero=config.optimizer.zero_stage,
         optimizer=config.optimizer.optimizer,
-        fused=config.run.attention != "unfused" and not config.model.apply_query_key_layer_scaling,
+        fused=config.run.attention != "unfused" and not (
+            config.model.apply_query_key_layer_scaling or config.model.sinks
+        ),
+        loss_chunk=recompute.loss_chunk_size or 0,
         overlaps=(config.optimizer.overlap_grad_reduce, config.optimizer.overlap_param_gather),
     )

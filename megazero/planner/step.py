@@ -45,15 +45,20 @@ def pipelined(layout: Layout, costs: Costs) -> Pipelined:
 
 def stage_flops(layout: Layout, stage: StageSlice) -> float:
     """Operations of the forward of one micro-batch through a stage, on all its tensor ranks."""
-    blocks = sum(layer_flops(layout.model, experts, layout.moe) for experts in stage.experts)
-    return layout.tokens * (blocks + 2 * layout.model.hidden_size * layout.vocab * stage.head)
+    return layout.tokens * (sum(_block_flops(layout, stage)) + 2 * layout.model.hidden_size * layout.vocab * stage.head)
+
+
+def _block_flops(layout: Layout, stage: StageSlice) -> list[float]:
+    """Of each block of a stage for one token, forward."""
+    each = zip(stage.experts, stage.windows, strict=True)
+    return [layer_flops(layout.model, experts, layout.moe, window=window) for experts, window in each]
 
 
 def recomputed_flops(layout: Layout, stage: StageSlice) -> float:
     """Those that full recomputation of the stage's blocks adds. Of attention's core alone they do not count."""
-    blocks = stage.experts if layout.method == "uniform" else stage.experts[: layout.group]
-    again = blocks if layout.recompute == "full" else ()
-    return layout.tokens * sum(layer_flops(layout.model, experts, layout.moe) for experts in again)
+    if layout.recompute != "full":
+        return 0.0
+    return layout.tokens * sum(_block_flops(layout, stage)[: None if layout.method == "uniform" else layout.group])
 
 
 def step_flops(layout: Layout) -> tuple[float, float]:

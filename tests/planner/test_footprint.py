@@ -37,6 +37,7 @@ SHARED = f"{MOE} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-ga
         (f"{MOE} --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 --expert-model-parallel-size 4", 4),
         (f"{PYRAMID} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2", 8),
         (f"{SHARED} --tensor-model-parallel-size 2 --disable-bias-linear --add-qkv-bias", 2),
+        ("--tensor-model-parallel-size 2 --softmax-type learnable", 2),
         (f"{MOE} --moe-router-score-function sigmoid --moe-router-enable-expert-bias", 2),
     ],
 )
@@ -155,7 +156,7 @@ def test_predicted_bytes_are_within_a_tenth_of_measured_ones(words, layout):
     argv = f"{LARGER} {words}".split()
     ranks = on_ranks(world, functools.partial(measured, argv, world), timeout=180)
     config, _ = parse(argv)
-    paper = replace(layout_of(config, 512, world), on_cpu=True)
+    paper = layout_of(config, 512, world)
     expected = footprints(paper)
     kept = paper.peaks([kept_bytes(paper, stage) for stage in paper.stages])
     each = paper.data * paper.tensor

@@ -29,6 +29,7 @@ DENSE = 24 * H * H                  # projections 8 h^2, feed-forward 16 h^2
         ("", L * (DENSE + CORE)),
         ("--swiglu --ffn-hidden-size 160", L * (8 * H * H + 6 * H * 160 + CORE)),
         ("--group-query-attention --num-query-groups 2", L * (DENSE - 4 * H * H + H * H + CORE)),
+        ("--window-size 15,0 --window-attn-skip-freq 2", L * DENSE + 4 * CORE + 4 * 4 * H * 16 * (1 - 16 / 64)),
         ("--num-experts 8 --moe-router-topk 2", L * (DENSE + 16 * H * H + 2 * 8 * H + CORE)),
         (
             "--num-experts 2 2 2 4 --topk 1 --mlp-type residual",
