@@ -45,9 +45,9 @@ LAYOUTS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--seq", type=int, default=256)
+    parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first three do not count [8]")
     parser.add_argument("--link-seconds", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -88,7 +88,7 @@ def this_machine() -> Device:
     link = float(told.split()[-1])
     return Device(
         "this machine", 2 * flops / MATMUL_SHARE, 1e12, bandwidth / MEMORY_SHARE, 1, link / LINK_SHARE,
-        link / LINK_SHARE, RANKS,
+        link / LINK_SHARE, RANKS, tile=16,
     )
 
 
