@@ -27,7 +27,7 @@ from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
 from megazero.data.tokenizer import Tokenizer, build_tokenizer
 from megazero.flags import in_words_of, parse
-from megazero.flops import flops_per_token
+from megazero.flops import device_peak, flops_per_token
 from megazero.gpt import GPTSetup, gpt_layers
 from megazero.kernels.dispatch import OPS, Kernels, check_compiler, use_triton
 from megazero.lookout import Lookout, Watched
@@ -58,9 +58,10 @@ from megazero.starting import check_save, checkpoint_to_load
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
 from megazero.teacher import find_teacher, taught
 from megazero.trainer import Asked, Feed, Progress, Schedules, Trainer
+from megazero.watching import StepWatch
 
 TRACED_STEPS = 10       # of --trace-pipeline: the last ones of a run
-QUIET = ("checkpoint", "logging", "operations")     # sections whose changes a resumed run does not speak of
+QUIET = ("checkpoint", "logging", "operations", "watching")     # sections whose changes a resumed run does not speak of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -144,7 +145,7 @@ def prepare(config: Config, world: World) -> Plan:
     sizes = config.batch.sizes(config.parallel.data_size(world.size), config.seq_lengths)
     schedule_of(config, sizes)
     samples, rules = open_parts(config, tokenizer, vocab, sizes), rules_of(config, tokenizer)
-    check_places(config.logging)
+    check_places(config.logging, config.watching)
     checkpoint = checkpoint_to_load(config, speaks=world.rank == 0)
     index = None if checkpoint is None else read_index(checkpoint)[0]
     reached = {} if index is None else index.progress
@@ -199,7 +200,7 @@ def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> P
     iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
-        flops=flops_per_token(config, plan.vocab),
+        flops=flops_per_token(config, plan.vocab), watching=config.watching, peak=peak_of(config, device),
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
     multiplied = describe_products(products, dtypes(config.precision).compute)
@@ -300,6 +301,7 @@ def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:
     trainer = Trainer(
         machine, feeds, schedules, metrics=metrics, saver=saver_of(config, machine, metrics),
         asked=Asked(config.batch, config.logging, config.operations, config.precision.skips_allowed),
+        watching=StepWatch(mesh, config.logging, config.watching, machine.optimizer.bytes, machine.engine.stages),
     )
     return trainer, progress
 
@@ -431,6 +433,14 @@ def saver_of(config: Config, machine: Machine, metrics: Metrics) -> Saver:
     )
     root = Path(asked.save or "")
     return Saver(root, machine.optimizer, machine.mesh, config=config, how=how, say=metrics.say)
+
+
+def peak_of(config: Config, device: torch.device) -> float | None:
+    """Operations that a device could do in a second, as the flags say or its name does; None: neither does."""
+    if config.watching.peak_tflops is not None:
+        return 1e12 * config.watching.peak_tflops
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return device_peak(name, half=config.precision.bf16 or config.precision.fp16)
 
 
 def describe(plan: Plan) -> str:

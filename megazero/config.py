@@ -23,6 +23,7 @@ from .config_operations import OperationsConfig
 from .config_parallel import ParallelConfig
 from .config_precision import PrecisionConfig
 from .config_schedule import DeepSpeedScheduleConfig, ScheduleConfig, check_schedule
+from .config_watching import WatchingConfig
 from .settings import check_fields, flag, sections_from_dict
 
 
@@ -355,6 +356,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     operations: OperationsConfig = field(default_factory=OperationsConfig)
+    watching: WatchingConfig = field(default_factory=WatchingConfig)
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:

@@ -95,8 +95,6 @@ ACCEPTED = {
         no-ckpt-fully-parallel-save universal-checkpoint ckpt-assume-constant-structure""",
     "a save in the background has a thread of its own": "use-persistent-ckpt-worker",
     "a checkpoint that is asked for and missing is always an error": "exit-on-missing-checkpoint",
-    "a step has one timer, which is always on": """timing-log-level= timing-log-option=
-        no-barrier-with-level-1-timing""",
     "all that a run says is said": "logging-level= log-progress",
     "loss scale and learning rate are always shown": """log-learning-rate-to-tensorboard
         log-loss-scale-to-tensorboard no-log-loss-scale-to-tensorboard no-log-learnig-rate-to-tensorboard""",
@@ -144,7 +142,6 @@ REFUSED = {
         train-data-exact-num-epochs return-data-index train-doc-idx-path train-sample-idx-path
         train-shuffle-idx-path""",
     "fetching data from a cloud": "aml-data-download-path",
-    "Weights & Biases": "wandb-project wandb-exp-name wandb-save-dir wandb-entity",
 }
 
 # Flag -> flags that say something only beside it: without it they are accepted.
@@ -154,7 +151,6 @@ BESIDE = {
         rotary-scaling-factor mscale mscale-all-dim""",
     "mtp-num-layers": "mtp-loss-scaling-factor",
     "ds-sequence-parallel-fpdt": "ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading",
-    "wandb-project": "wandb-exp-name wandb-save-dir wandb-entity",
 }
 
 # Flags of REFUSED whose meaning another one gives: refused only without that one.

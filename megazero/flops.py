@@ -5,10 +5,44 @@ A multiply and an add are two operations, and only matrix products count.
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from .config import Config, ModelConfig
 from .config_moe import MoEConfig
+
+# A word of a device's name -> its dense TFLOP/s in bf16 or fp16, and in fp32 without shorter products, as its maker's
+# data sheet has them. The first that fits counts.
+PEAK_TFLOPS = (
+    ("GB200", 2500.0, 80.0),
+    ("B200", 2250.0, 75.0),
+    ("B100", 1750.0, 60.0),
+    ("H200", 989.0, 67.0),
+    ("H800", 989.0, 67.0),
+    ("H100 PCIe", 756.0, 51.0),
+    ("H100 NVL", 835.0, 60.0),
+    ("H100", 989.0, 67.0),
+    ("A100", 312.0, 19.5),
+    ("A800", 312.0, 19.5),
+    ("A40", 149.7, 37.4),
+    ("A10", 125.0, 31.2),
+    ("L40S", 362.0, 91.6),
+    ("L40", 181.0, 90.5),
+    ("L4", 121.0, 30.3),
+    ("V100", 125.0, 15.7),
+    ("T4", 65.0, 8.1),
+    ("MI300X", 1307.0, 163.4),
+    ("MI325X", 1307.0, 163.4),
+    ("MI250X", 191.5, 47.9),            # of one of its two dies, which are two devices
+)
+
+
+def device_peak(name: str, *, half: bool) -> float | None:
+    """FLOP/s that the device of this name could do, with 16-bit operands (`half`) or with fp32; None: not known."""
+    for word, short, full in PEAK_TFLOPS:
+        if re.search(rf"\b{word}\b", name):
+            return 1e12 * (short if half else full)
+    return None
 
 
 class Flops(NamedTuple):

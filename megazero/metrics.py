@@ -5,6 +5,8 @@ Every figure is defined without reference to the layout, but for TFLOP/s, which 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import math
 import os
@@ -12,7 +14,9 @@ import resource
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -20,7 +24,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from .config import LoggingConfig
+from .config_watching import WatchingConfig
 from .flops import Flops
+from .screen import Screen
 
 Record = Mapping[str, float]
 
@@ -45,6 +51,9 @@ EXTRA_KEYS = ("kd_loss", "params_norm", "num_zeros", "exp_avg_norm", "exp_avg_sq
 # experts: of each such layer its number, losses, choices by expert, and how many of them were dropped.
 EXPERT_KEYS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "z_loss", "load", "dropped", "experts")
 
+# What a run measures of itself on some steps, as watching.py has it.
+WATCHED_KEYS = ("timers", "comms", "memory_classes")
+
 # TensorBoard's tags, plotted over iterations. A named validation set has its name after the tag of "valid".
 TAGS = {
     "lm_loss": "lm loss",
@@ -53,7 +62,10 @@ TAGS = {
     "clipped": "clipped",
     "learning_rate": "learning-rate",
     "loss_scale": "loss-scale",
+    "skipped": "skipped",
     "consumed_tokens": "consumed-tokens",
+    "tokens_per_second": "tokens-per-second",
+    "mfu": "mfu",                           # where the peak of the device is known: see --peak-tflops
     "seconds": "iteration-time",            # --log-timers-to-tensorboard
     "batch_size": "batch-size",             # --log-batch-size-to-tensorboard
     "tflops": "throughput",                 # --log-throughput: TFLOP/s per rank that the model needs,
@@ -76,6 +88,9 @@ TAGS = {
     "valid_ppl": "lm loss validation ppl",  # --log-validation-ppl-to-tensorboard
     "test_ppl": "lm loss test ppl",
 }
+LOAD_TAG = "fullest expert over mean/layer {}"              # of each layer with experts
+TIMER_TAG = "timers/{}"                                     # --log-timers-to-tensorboard, seconds, as watching.py says
+MEMORY_TAG = "memory/{}"                                    # --log-memory, bytes, as memory.py says
 FLUSH_SECONDS = 10      # an event is on the disk after this time at the latest
 
 
@@ -86,30 +101,39 @@ class Metrics:
     world       ranks that share the work
     writes      whether this is the rank that speaks
     flops       operations of one token, all ranks together
+    peak        operations that a device could do in a second, for MFU; None: that is not known
 
     Raises ValueError, naming the flag, where a file or folder cannot be written.
     """
 
-    def __init__(self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool, flops: Flops) -> None:
+    def __init__(
+        self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool, flops: Flops,
+        watching: WatchingConfig | None = None, peak: float | None = None,
+    ) -> None:
+        watching = watching or WatchingConfig()
         self.writes = writes
-        self._sinks: list[_Console | _Events | _Lines] = []
+        self._sinks: list[_Console | _Events | _Lines | _Wandb] = []
+        self._screen = Screen(iterations, bar=writes and watching.progress_bar)
         if writes:
-            tflops = Flops(*(count and count / world / 1e12 for count in flops))
-            self._sinks.append(_Console(logging, iterations, tflops))
+            speed = _Speed(Flops(*(count and count / world / 1e12 for count in flops)), peak and peak / 1e12)
+            self._sinks.append(_Console(logging, iterations, speed, self._screen))
             if logging.tensorboard_dir is not None:
-                self._sinks.append(_Events(logging, tflops))
+                self._sinks.append(_Events(logging, _Points(logging, speed)))
+            if watching.wandb_project is not None:
+                self._sinks.append(_Wandb(watching, _Points(logging, speed)))
             if logging.metrics_jsonl is not None:
                 self._sinks.append(_Lines(Path(logging.metrics_jsonl)))
 
     def say(self, line: str) -> None:
         """Print one line, at once."""
         if self.writes:
-            print(line, flush=True)
+            self._screen.print(line)
 
     def train(self, record: Record) -> None:
-        """One finished iteration, with the keys TRAIN_KEYS, any of EXTRA_KEYS, and some of EXPERT_KEYS where there are
-        experts."""
-        assert set(record) - {*EXTRA_KEYS, *EXPERT_KEYS} == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
+        """One finished iteration, with the keys TRAIN_KEYS, any of EXTRA_KEYS and WATCHED_KEYS, and some of EXPERT_KEYS
+        where there are experts."""
+        more = {*EXTRA_KEYS, *WATCHED_KEYS, *EXPERT_KEYS}
+        assert set(record) - more == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
         for sink in self._sinks:
             sink.train(record)
 
@@ -117,6 +141,11 @@ class Metrics:
         """The token-mean loss of "valid", "test" or a named validation set after an iteration."""
         for sink in self._sinks:
             sink.evaluation(split, iteration, loss)
+
+    def took(self, what: str, iteration: int, seconds: float) -> None:
+        """What stands between steps, a checkpoint or an evaluation, and stops training for so long."""
+        for sink in self._sinks:
+            sink.took(what, iteration, seconds)
 
     def overlap(self, iteration: int, early: int, started: int) -> None:
         """At the end of a run: of the reductions of gradient buckets, how many began before the backward's end."""
@@ -127,6 +156,7 @@ class Metrics:
         """Write what is still held back."""
         for sink in self._sinks:
             sink.close()
+        self._screen.close()
 
 
 def memory() -> dict[str, int]:
@@ -142,13 +172,25 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709.0 else math.inf
 
 
+@dataclass(frozen=True)
+class _Speed:
+    """TFLOP that a rank computes for one token of the run, and those that it could do in a second."""
+
+    tflop: Flops
+    peak: float | None
+
+    def mfu(self, tokens_per_second: float) -> dict[str, float]:
+        """The share of the peak, under the name "mfu"; nothing where that is not known."""
+        return {} if self.peak is None else {"mfu": self.tflop.model * tokens_per_second / self.peak}
+
+
 class _Console:
     """A line every --log-interval iterations and after the last: figures of that iteration, times since the last
     line."""
 
-    def __init__(self, logging: LoggingConfig, iterations: int, tflops: Flops) -> None:
-        self.logging, self.iterations, self.tflops = logging, iterations, tflops
-        self.shows_hardware = logging.log_throughput and tflops.hardware is not None
+    def __init__(self, logging: LoggingConfig, iterations: int, speed: _Speed, screen: Screen) -> None:
+        self.logging, self.iterations, self.speed, self.screen = logging, iterations, speed, screen
+        self.shows_hardware = logging.log_throughput and speed.tflop.hardware is not None
         self._count, self._seconds, self._tokens = 0, 0.0, 0.0
 
     def train(self, record: Record) -> None:
@@ -156,9 +198,13 @@ class _Console:
         self._seconds += record["seconds"]
         self._tokens += record["seconds"] * record["tokens_per_second"]
         done = int(record["iteration"])
-        if not self.logging.shows(done, self.iterations):
-            return
-        seconds, rate = self._seconds / self._count, self._tokens / self._seconds
+        if self.logging.shows(done, self.iterations):
+            self.screen.print(self._line(record, done))
+            self._count, self._seconds, self._tokens = 0, 0.0, 0.0
+        self.screen.advance(done, f"lm loss {record['lm_loss']:.4f}")
+
+    def _line(self, record: Record, done: int) -> str:
+        rate = self._tokens / self._seconds
         fields = (
             f"iteration {done:>{len(str(self.iterations))}}/{self.iterations}",
             f"consumed samples {record['consumed_samples']}",
@@ -173,32 +219,78 @@ class _Console:
             *(f"{TAGS[key]} {record[key]:.4f}" for key in EXPERT_KEYS if key in record and key in TAGS),
             *([f"loss scale {record['loss_scale']:g}"] if record["loss_scale"] != 1 else []),
             *(["skipped"] if record["skipped"] else []),
-            f"{seconds:.3f} s/iteration",
+            f"{self._seconds / self._count:.3f} s/iteration",
             f"{rate:.0f} tokens/s",
-            f"{self.tflops.model * rate:.3g} TFLOP/s per rank",
-            *([f"{self.tflops.hardware * rate:.3g} by SC'21"] if self.shows_hardware else []),
+            f"{self.speed.tflop.model * rate:.3g} TFLOP/s per rank",
+            *([f"{self.speed.tflop.hardware * rate:.3g} by SC'21"] if self.shows_hardware else []),
+            *(f"MFU {share:.1%}" for share in self.speed.mfu(rate).values()),
         )
-        print(" | ".join(fields), flush=True)
-        self._count, self._seconds, self._tokens = 0, 0.0, 0.0
+        return " | ".join(fields)
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
-        print(f"{split} at iteration {iteration} | lm loss {loss:.6f} | ppl {perplexity(loss):.4f}", flush=True)
+        self.screen.print(f"{split} at iteration {iteration} | lm loss {loss:.6f} | ppl {perplexity(loss):.4f}")
+
+    def took(self, what: str, iteration: int, seconds: float) -> None:
+        """What was done has its own line."""
 
     def overlap(self, iteration: int, early: int, started: int) -> None:
         share = f"{early / max(started, 1):.1%}"
-        print(f"{share} of gradient buckets started before the end of backward: {early} of {started}", flush=True)
+        self.screen.print(f"{share} of gradient buckets started before the end of backward: {early} of {started}")
 
     def close(self) -> None:
         """Nothing is held back."""
 
 
+class _Points:
+    """What a board plots of an iteration, by tag."""
+
+    def __init__(self, logging: LoggingConfig, speed: _Speed) -> None:
+        self.logging, self.speed = logging, speed
+        self._consumed: float | None = None
+
+    def train(self, record: Record) -> dict[str, float] | None:
+        """None: --tensorboard-log-interval passes this iteration over."""
+        logging, before = self.logging, self._consumed
+        self._consumed = record["consumed_samples"]
+        if int(record["iteration"]) % logging.tensorboard_log_interval:
+            return None
+        rate = record["tokens_per_second"]
+        values = {key: value for key, value in record.items() if key in TAGS and key != "seconds"}
+        values |= self.speed.mfu(rate)
+        if logging.log_timers_to_tensorboard:
+            values["seconds"] = record["seconds"]
+        if logging.log_batch_size_to_tensorboard and before is not None:
+            values["batch_size"] = self._consumed - before
+        if logging.log_throughput:
+            values["tflops"] = self.speed.tflop.model * rate
+            if self.speed.tflop.hardware is not None:
+                values["hardware_tflops"] = self.speed.tflop.hardware * rate
+        if logging.log_memory_to_tensorboard:
+            values |= memory()
+        points = {TAGS[key]: value for key, value in values.items()}
+        for layer in record.get("experts", ()):
+            counts = layer["counts"]
+            points[LOAD_TAG.format(layer["layer"])] = max(counts) * len(counts) / max(sum(counts), 1)
+        if logging.log_timers_to_tensorboard:
+            points |= {TIMER_TAG.format(name): seconds for name, seconds in record.get("timers", {}).items()}
+        return points | {MEMORY_TAG.format(name): size for name, size in record.get("memory_classes", {}).items()}
+
+    def evaluation(self, split: str, loss: float) -> dict[str, float]:
+        points = {TAGS.get(split, f"{TAGS['valid']} {split}"): loss}
+        if self.logging.log_validation_ppl_to_tensorboard:
+            points[TAGS.get(f"{split}_ppl", f"{TAGS['valid_ppl']} {split}")] = perplexity(loss)
+        return points
+
+    def took(self, what: str, seconds: float) -> dict[str, float]:
+        return {TIMER_TAG.format(what): seconds} if self.logging.log_timers_to_tensorboard else {}
+
+
 class _Events:
     """TensorBoard. After a resume, what an earlier process wrote of later iterations is struck out."""
 
-    def __init__(self, logging: LoggingConfig, tflops: Flops) -> None:
-        self.logging, self.tflops = logging, tflops
+    def __init__(self, logging: LoggingConfig, points: _Points) -> None:
+        self.points = points
         self._begun = False
-        self._consumed = 0
         folder = logging.tensorboard_dir
         try:
             self._writer = EventFileWriter(folder, logging.tensorboard_queue_size, FLUSH_SECONDS)
@@ -210,36 +302,55 @@ class _Events:
         if not self._begun:
             start = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=done, session_log=start))
-        values = {key: value for key, value in record.items() if key in TAGS and key != "seconds"}
-        if self.logging.log_timers_to_tensorboard:
-            values["seconds"] = record["seconds"]
-        if self.logging.log_batch_size_to_tensorboard and self._begun:
-            values["batch_size"] = record["consumed_samples"] - self._consumed
-        if self.logging.log_throughput:
-            values["tflops"] = self.tflops.model * record["tokens_per_second"]
-            if self.tflops.hardware is not None:
-                values["hardware_tflops"] = self.tflops.hardware * record["tokens_per_second"]
-        if self.logging.log_memory_to_tensorboard:
-            values |= memory()
-        if done % self.logging.tensorboard_log_interval == 0:
-            self._add({TAGS[key]: value for key, value in values.items()}, done)
-        self._begun, self._consumed = True, record["consumed_samples"]
+            self._begun = True
+        self._add(self.points.train(record), done)
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
-        values = {TAGS.get(split, f"{TAGS['valid']} {split}"): loss}
-        if self.logging.log_validation_ppl_to_tensorboard:
-            values[TAGS.get(f"{split}_ppl", f"{TAGS['valid_ppl']} {split}")] = perplexity(loss)
-        self._add(values, iteration)
+        self._add(self.points.evaluation(split, loss), iteration)
+
+    def took(self, what: str, iteration: int, seconds: float) -> None:
+        self._add(self.points.took(what, seconds), iteration)
 
     def overlap(self, iteration: int, early: int, started: int) -> None:
         """A figure of the whole run is no curve."""
 
-    def _add(self, values: Mapping[str, float], step: int) -> None:
-        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
+    def _add(self, values: Mapping[str, float] | None, step: int) -> None:
+        points = [Summary.Value(tag=tag, simple_value=value) for tag, value in (values or {}).items()]
+        if points:
+            self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
     def close(self) -> None:
         self._writer.close()
+
+
+class _Wandb:
+    """Weights & Biases, with TensorBoard's tags."""
+
+    def __init__(self, watching: WatchingConfig, points: _Points) -> None:
+        self.points = points
+        self._run: Any = importlib.import_module("wandb").init(
+            project=watching.wandb_project, name=watching.wandb_exp_name, entity=watching.wandb_entity,
+            dir=watching.wandb_save_dir,
+        )
+
+    def train(self, record: Record) -> None:
+        self._add(self.points.train(record), int(record["iteration"]))
+
+    def evaluation(self, split: str, iteration: int, loss: float) -> None:
+        self._add(self.points.evaluation(split, loss), iteration)
+
+    def took(self, what: str, iteration: int, seconds: float) -> None:
+        self._add(self.points.took(what, seconds), iteration)
+
+    def overlap(self, iteration: int, early: int, started: int) -> None:
+        self._run.summary["early_share"] = early / max(started, 1)
+
+    def _add(self, values: Mapping[str, float] | None, step: int) -> None:
+        if values:
+            self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
 
 
 class _Lines:
@@ -256,10 +367,14 @@ class _Lines:
             self._out.write("\n")
 
     def train(self, record: Record) -> None:
-        self._write({key: record[key] for key in (*TRAIN_KEYS, *EXTRA_KEYS, *EXPERT_KEYS) if key in record})
+        order = (*TRAIN_KEYS, *EXTRA_KEYS, *EXPERT_KEYS, *WATCHED_KEYS)
+        self._write({key: record[key] for key in order if key in record})
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         self._write({"split": split, "iteration": iteration, "lm_loss": loss, "ppl": perplexity(loss)})
+
+    def took(self, what: str, iteration: int, seconds: float) -> None:
+        """A line is an iteration or what was found, not how long that took."""
 
     def overlap(self, iteration: int, early: int, started: int) -> None:
         told = {"buckets_started": started, "buckets_started_early": early, "early_share": early / max(started, 1)}
@@ -290,8 +405,14 @@ def _is_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def check_places(logging: LoggingConfig) -> None:
-    """Raises ValueError where the files of `logging` could not be made. Makes nothing, so that every rank may ask."""
+def check_places(logging: LoggingConfig, watching: WatchingConfig | None = None) -> None:
+    """Raises ValueError where what is told could not be written. Makes nothing, so that every rank may ask."""
+    if watching is not None and watching.wandb_project is not None:
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError(
+                f"--wandb-project {watching.wandb_project}: the package wandb is not installed here (pip install wandb)"
+            )
+        check_folder("--wandb-save-dir", Path(watching.wandb_save_dir or "."))
     if logging.tensorboard_dir is not None:
         check_folder("--tensorboard-dir", Path(logging.tensorboard_dir))
     if logging.trace_pipeline is not None:

@@ -30,10 +30,12 @@ from .moe.students import TAUGHT
 from .parallel.collectives import AgreedError, all_reduce, gather_objects
 from .parallel.groups import Mesh
 from .parallel.replicas import first_difference
+from .parallel.watch import OTHER, Recording
 from .parallel.zero import Rates, Update
 from .spikes import SpikeRule
 from .stopping import Stopped
 from .summary import peak_memory
+from .watching import StepWatch
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,7 @@ class _Step:
     tokens: int
     reports: Mapping[str, Tensor]
     micro_batches: int
+    watched: Recording | None       # where its time went
 
 
 class Trainer:
@@ -180,10 +183,11 @@ class Trainer:
 
     def __init__(
         self, machine: Machine, feeds: Mapping[str, Feed], schedules: Schedules, *,
-        asked: Asked, metrics: Metrics, saver: Saver,
+        asked: Asked, watching: StepWatch, metrics: Metrics, saver: Saver,
     ) -> None:
         self.machine, self.feeds, self.schedules, self.asked = machine, feeds, schedules, asked
         self.batch, self.logging, self.metrics, self.saver = asked.batch, asked.logging, metrics, saver
+        self.watching = watching
         self.spikes = SpikeRule(asked.operations.spike_threshold, asked.operations.spike_window)
         self._losses: tuple[float, ...] = ()                # the last ones, to compare the next with
         self.around: Callable[[int], AbstractContextManager] = nullcontext   # of the step of an iteration
@@ -198,6 +202,7 @@ class Trainer:
         Raises AgreedError where the loss or the gradient is no longer a finite number; nothing is saved then.
         """
         started, start, saved, reason, self._last = time.monotonic(), progress, progress.iteration, None, iterations
+        self.watching.last = iterations
         limit = self.batch.exit_duration_in_mins
         try:
             while progress.iteration < iterations and reason is None:
@@ -219,7 +224,7 @@ class Trainer:
                             self.evaluate(part, progress)
                 if save_interval and (self._is_due(save_interval, done) or reason or done == iterations):
                     self._read()
-                    self.saver.save(progress)
+                    self._save(progress)
                     saved = done
             self._read()
             if self.batch.eval_interval and reason is None:
@@ -228,7 +233,7 @@ class Trainer:
             self._read()
             reason = self._reason()
             if save_interval and progress.iteration != saved:
-                self.saver.save(progress)
+                self._save(progress)
         if reason is not None:
             self.metrics.say(f"left after iteration {progress.iteration}, as asked: {reason}")
         self.saver.finish()
@@ -238,6 +243,11 @@ class Trainer:
         """Why the run stops, in the words of the first rank that knows."""
         own = self.machine.engine.stop.reason or ("--exit-duration-in-mins" if self._is_asked_to_stop() else None)
         return next(told for told in gather_objects(own, self.machine.mesh.world) if told is not None)
+
+    def _save(self, progress: Progress) -> None:
+        begun = time.monotonic()
+        self.saver.save(progress)
+        self.metrics.took("checkpoint", progress.iteration, time.monotonic() - begun)
 
     def evaluate_all(self, progress: Progress) -> None:
         """Every part of the data that is not trained on."""
@@ -249,6 +259,8 @@ class Trainer:
         """One optimizer step. Its numbers are read a step later, so that a device never waits for the log."""
         start = time.monotonic()
         feed, machine, iteration = self.feeds["train"], self.machine, progress.iteration + 1
+        self.watching.begin(iteration)
+        self.watching.enter("data")
         size, seq_length = feed.sizes.at(progress.consumed_samples), feed.loader.seq_length(iteration)
         machine.engine.stop.enter(iteration)
         machine.mesh.activity.enter(f"iteration {iteration}")
@@ -258,7 +270,9 @@ class Trainer:
         batches = [
             replace(b, scale=loss_scale / max(counted, 1), auxiliary=loss_scale / micro_batches) for b in batches
         ]
+        self.watching.enter(OTHER)
         loss, is_taught = self._loss(batches, progress)
+        self.watching.enter("optimizer")
         loss = loss / loss_scale
         rates, reports = self.schedules.at(progress.done), machine.reports()
         update, extra = self._update(
@@ -287,10 +301,11 @@ class Trainer:
                 progress, skipped=progress.skipped + 1, skipped_samples=progress.skipped_samples + size,
                 skipped_tokens=progress.skipped_tokens + tokens,
             )
+        self.watching.enter(OTHER)
         self._read()
         self._unread = _Step(
             progress, loss, update, extra, rates.learning_rate, loss_scale, time.monotonic() - start, tokens, reports,
-            micro_batches,
+            micro_batches, self.watching.end(),
         )
         return progress
 
@@ -404,6 +419,7 @@ class Trainer:
             )
         if not step.update.skipped:
             self._judge(step.progress.iteration, loss)
+        watched, lines = self.watching.figures(step.progress.iteration, step.watched)
         self.metrics.train(
             {
                 "iteration": step.progress.iteration,
@@ -419,8 +435,10 @@ class Trainer:
                 "tokens_per_second": step.tokens / step.seconds,
                 **{name: figure.item() for name, figure in step.extra.items()},
             }
-            | self.machine.figures(step.reports, step.micro_batches)
+            | self.machine.figures(step.reports, step.micro_batches) | watched
         )
+        for line in lines:
+            self.metrics.say(line)
 
     def _judge(self, iteration: int, loss: float) -> None:
         """Speak of a loss that jumps, or raise AgreedError, before anything is saved."""
@@ -441,7 +459,7 @@ class Trainer:
         feed = self.feeds.get(part)
         if feed is None or self.batch.eval_iters == 0:
             return None
-        machine = self.machine
+        machine, begun = self.machine, time.monotonic()
         machine.mesh.activity.enter(f"evaluation of {part}")
         total = torch.zeros((), dtype=torch.float64, device=machine.mesh.device)
         tokens = 0
@@ -451,6 +469,7 @@ class Trainer:
             total += machine.loss(batches, machine.evaluate_program(len(batches)))
         loss = (total / max(tokens, 1)).item()
         self.metrics.evaluation(part, progress.iteration, loss)
+        self.metrics.took("evaluation", progress.iteration, time.monotonic() - begun)
         return loss
 
     def _is_due(self, interval: int | None, iteration: int) -> bool:

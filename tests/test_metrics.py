@@ -1,13 +1,17 @@
 """Console, JSON lines, TensorBoard and counts of operations."""
 
+import io
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -18,7 +22,8 @@ from megazero.config import Config, LoggingConfig, ModelConfig, RecomputeConfig
 from megazero.config_data import BatchConfig
 from megazero.config_moe import MoEConfig
 from megazero.config_schedule import ScheduleConfig
-from megazero.flops import Flops, flops_per_token, layer_flops, model_flops, sc21_flops
+from megazero.config_watching import WatchingConfig
+from megazero.flops import Flops, device_peak, flops_per_token, layer_flops, model_flops, sc21_flops
 from megazero.metrics import (
     TAGS,
     TRAIN_KEYS,
@@ -39,10 +44,13 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def make(tmp_path, *, writes=True, iterations=10, **logging):
+def make(tmp_path, *, writes=True, iterations=10, watching=None, peak=None, **logging):
     places = {"metrics_jsonl": str(tmp_path / "run" / "m.jsonl"), "tensorboard_dir": str(tmp_path / "run" / "tb")}
     config = LoggingConfig(**({"log_interval": 5} | places | logging))
-    return Metrics(config, iterations=iterations, world=4, writes=writes, flops=Flops(2.5e12 * 4 / 512, 4e12 * 4 / 512))
+    return Metrics(
+        config, iterations=iterations, world=4, writes=writes, flops=Flops(2.5e12 * 4 / 512, 4e12 * 4 / 512),
+        watching=watching, peak=peak,
+    )  # fmt: skip
 
 
 def lines_of(tmp_path):
@@ -98,10 +106,10 @@ def test_experts_show_in_every_place_where_there_are_any(tmp_path, capsys):
         "1.0000e-04 | load balancing loss 1.2500 | z loss 2.5000 | fullest expert over mean 1.5000 | share of choices "
         "dropped 0.1250 | 0.250 s"
     ) in capsys.readouterr().out
-    metrics.train(record(6) | EXPERTS | {"experts": [{"layer": 1, "z_loss": math.nan}]})
+    metrics.train(record(6) | EXPERTS | {"experts": [{"layer": 1, "z_loss": math.nan, "counts": [0, 0]}]})
     lines = lines_of(tmp_path)
     assert lines[0]["experts"] == EXPERTS["experts"] and lines[0]["dropped"] == 0.125
-    assert lines[1]["experts"] == [{"layer": 1, "z_loss": None}]
+    assert lines[1]["experts"] == [{"layer": 1, "z_loss": None, "counts": [0, 0]}]
 
 
 def test_json_lines_have_every_iteration_at_full_precision(tmp_path):
@@ -157,21 +165,29 @@ def test_json_lines_stay_valid_json_where_a_number_is_not_finite(tmp_path):
 def test_tensorboard_has_the_listed_tags(tmp_path):
     metrics = make(
         tmp_path, log_timers_to_tensorboard=True, log_batch_size_to_tensorboard=True, log_throughput=True,
-        log_validation_ppl_to_tensorboard=True, log_memory_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True, log_memory_to_tensorboard=True, peak=1e13,
     )  # fmt: skip
     for i in (1, 2):
         measured = {"params_norm": 8.0, "num_zeros": 5, "exp_avg_norm": 0.5, "exp_avg_sq_norm": 0.25, "seq_length": 8}
         measured = measured if i == 2 else {"kd_loss": 0.5}
         balance = EXPERTS | {"seq_aux_loss": 1.0, "global_aux_loss": 1.0}
-        metrics.train(record(i, loss=3.0 - i, **measured) | balance)
+        watched = {"timers": {"data": 0.25, "wait for tensor": 0.5}, "memory_classes": {"peak": 2**20}} if i == 2 else {}
+        metrics.train(record(i, loss=3.0 - i, **measured) | balance | watched)
     metrics.evaluation("valid", 2, 1.0)
     metrics.evaluation("test", 2, 1.25)
     metrics.evaluation("web", 2, 1.5)
+    metrics.took("checkpoint", 2, 1.25)
     metrics.close()
     found = scalars(tmp_path)
     gpu = set() if torch.cuda.is_available() else {TAGS["memory"]}
-    assert set(found) == {*TAGS.values(), "lm loss validation web", "lm loss validation ppl web"} - gpu
+    assert set(found) == {
+        *TAGS.values(), "lm loss validation web", "lm loss validation ppl web", "fullest expert over mean/layer 1",
+        "timers/data", "timers/wait for tensor", "timers/checkpoint", "memory/peak",
+    } - gpu  # fmt: skip
     assert found["memory-peak-bytes"][0][1] > 2**25 and found["second-moments-norm"] == [(2, 0.25)]
+    assert found["timers/data"] == [(2, 0.25)] and found["timers/checkpoint"] == [(2, 1.25)]
+    assert found["fullest expert over mean/layer 1"] == [(1, 1.5), (2, 1.5)] and found["memory/peak"] == [(2, 2.0**20)]
+    assert found["tokens-per-second"] == [(1, 512.0), (2, 512.0)] and found["mfu"] == [(1, 0.25), (2, 0.25)]
     assert found["lm loss validation web"] == [(2, 1.5)]
     assert found["lm loss"] == [(1, 2.0), (2, 1.0)]
     assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
@@ -181,13 +197,99 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
 
 
 def test_what_was_not_asked_for_is_not_written(tmp_path):
-    metrics = make(tmp_path, tensorboard_log_interval=3)
+    metrics = make(tmp_path)
+    metrics.train(record(1) | {"timers": {"data": 0.25}})
+    metrics.took("checkpoint", 1, 1.25)
+    metrics.close()
+    tags = set(scalars(tmp_path))
+    assert not {"iteration-time", "batch-size", "throughput", "mfu", "memory-peak-bytes"} & tags
+    assert not [tag for tag in tags if tag.startswith(("timers/", "memory/"))]
+
+
+def test_tensorboard_has_every_nth_iteration_where_that_is_asked_for(tmp_path):
+    metrics = make(tmp_path, tensorboard_log_interval=3, log_batch_size_to_tensorboard=True)
     for i in range(1, 8):
         metrics.train(record(i))
+    metrics.evaluation("valid", 4, 1.0)
     metrics.close()
     found = scalars(tmp_path)
-    assert not {"iteration-time", "batch-size", "throughput", "memory-peak-bytes"} & set(found)
-    assert [step for step, _ in found["lm loss"]] == [3, 6]
+    assert found["lm loss"] == [(3, 2.0), (6, 2.0)] and found["lm loss validation"] == [(4, 1.0)]
+    assert found["batch-size"] == [(3, 8.0), (6, 8.0)] and len(lines_of(tmp_path)) == 8
+
+
+def test_mfu_is_told_where_the_peak_is_known(tmp_path, capsys):
+    make(tmp_path, peak=1e13).train(record(5))
+    assert capsys.readouterr().out.endswith("| 2.5 TFLOP/s per rank | MFU 25.0%\n")
+    for name, half, tflops in (
+        ("NVIDIA H100 80GB HBM3", True, 989), ("NVIDIA H100 PCIe", True, 756), ("NVIDIA A100-SXM4-80GB", False, 19.5),
+        ("NVIDIA L4", True, 121), ("NVIDIA L40S", True, 362), ("Tesla V100-SXM2-16GB", True, 125),
+        ("AMD Instinct MI300X", True, 1307), ("NVIDIA GB200", True, 2500),
+    ):  # fmt: skip
+        assert device_peak(name, half=half) == pytest.approx(1e12 * tflops), name
+    assert device_peak("", half=True) is None and device_peak("NVIDIA H1000", half=True) is None
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers what it was told."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_bar_with_the_time_left_and_whole_lines_above_it(tmp_path, monkeypatch):
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stdout", shown)
+    monkeypatch.setattr(sys, "stderr", shown)
+    metrics = make(tmp_path, iterations=12)
+    for i in range(4, 11):                              # a run that was taken up at 3
+        metrics.train(record(i, loss=1.0 / i))
+        time.sleep(0.02)
+    metrics.say("hello")
+    metrics.close()
+    text = shown.getvalue()
+    lines = text.replace("\r", "\n").splitlines()
+    assert [line[:15] for line in lines if line.startswith("iteration")] == ["iteration  5/12", "iteration 10/12"]
+    assert "hello" in lines
+    last = [line for line in lines if "10/12" in line and "%" in line][-1]
+    assert re.search(r"83%.*\[\d+:\d+<00:00,.*lm loss 0\.1000\]", last), lines     # elapsed < left
+    silent = Terminal()
+    monkeypatch.setattr(sys, "stdout", silent)
+    make(tmp_path, watching=WatchingConfig(progress_bar=False)).train(record(1))
+    assert silent.getvalue() == ""
+
+
+def test_weights_and_biases_gets_the_figures_of_tensorboard(tmp_path, monkeypatch):
+    told, wandb = [], types.ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+
+    class Run:
+        summary: dict = {}
+
+        def log(self, values, step):
+            told.append((step, values))
+
+        def finish(self):
+            told.append("finished")
+
+    wandb.init = lambda **how: told.append(how) or Run()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    watching = WatchingConfig(wandb_project="pretraining", wandb_exp_name="a", wandb_save_dir=str(tmp_path))
+    check_places(LoggingConfig(), watching)
+    metrics = make(tmp_path, watching=watching)
+    metrics.train(record(1))
+    metrics.evaluation("valid", 1, 1.5)
+    metrics.overlap(1, 1, 4)
+    metrics.close()
+    assert told[0] == {"project": "pretraining", "name": "a", "entity": None, "dir": str(tmp_path)}
+    assert told[1][0] == 1 and told[1][1]["lm loss"] == 2.0 and told[1][1]["grad-norm"] == 0.5
+    assert told[2:] == [(1, {"lm loss validation": 1.5}), "finished"] and Run.summary == {"early_share": 0.25}
+
+
+def test_weights_and_biases_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--wandb-project p: the package wandb is not installed here"):
+        check_places(LoggingConfig(), WatchingConfig(wandb_project="p"))
+    check_places(LoggingConfig(), WatchingConfig(wandb_exp_name="a"))
 
 
 def test_a_resumed_curve_shows_each_iteration_once(tmp_path):

@@ -52,6 +52,9 @@ class Recorder:
     def evaluation(self, part: str, iteration: int, loss: float) -> None:
         self.evaluations.append((part, iteration, loss))
 
+    def took(self, what: str, iteration: int, seconds: float) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -31,8 +31,10 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Sum (or "max", "min") of `x` over the group, in place."""
     if group.size > 1:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        call = group.watch.call(group.axis, "all-reduce", x.nbytes)
         with group.begins("all_reduce"):
             dist.all_reduce(x, ops[op], group=group.handle)
+        call.over()
     return x
 
 
@@ -76,20 +78,22 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
-    waiting = group.begins("all_gather")
+    waiting, call = group.begins("all_gather"), group.watch.call(group.axis, "all-gather", out.nbytes)
     if x.device.type != "cpu":
-        return Pending(out, [_ALL_GATHER(out, x, group=group.handle, async_op=True)], x, waiting=waiting)
+        works = call.underway([_ALL_GATHER(out, x, group=group.handle, async_op=True)])
+        return Pending(out, works, x, waiting=waiting)
     parts, turn = out.chunk(group.size), _claim(x.nbytes, group)
     if turn is not None:
         turn.lay(x)
     if parts[group.index].data_ptr() != x.data_ptr():
         parts[group.index].copy_(x)
     if turn is not None:
-        return Pending(out, [turn], x, waiting=waiting, finish=lambda: _copy_parts(turn, group.index, parts))
+        works = call.underway([turn])
+        return Pending(out, works, x, waiting=waiting, finish=lambda: _copy_parts(turn, group.index, parts))
     # gloo gathers into memory of its own and copies it over: 480 MB take two processes 0.48 s, as broadcasts 0.10 s
     pairs = zip(parts, group.ranks, strict=True)
     works = [dist.broadcast(part, rank, group=group.handle, async_op=True) for part, rank in pairs]
-    return Pending(out, works, waiting=waiting)
+    return Pending(out, call.underway(works), waiting=waiting)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -100,20 +104,22 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    waiting = group.begins("reduce_scatter")
+    waiting, call = group.begins("reduce_scatter"), group.watch.call(group.axis, "reduce-scatter", x.nbytes)
     if x.device.type != "cpu":
-        return Pending(out, [_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)], x, waiting=waiting)
+        works = call.underway([_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)])
+        return Pending(out, works, x, waiting=waiting)
     parts, others = x.chunk(group.size), [n for n in range(group.size) if n != group.index]
     turn = _claim(x.nbytes - parts[group.index].nbytes, group)
     if turn is not None:
         turn.lay(*(parts[n] for n in others))
         theirs = [turn.part(n, parts[n], group.index - (group.index > n)) for n in others]
-        own = parts[group.index]
-        return Pending(out, [turn], x, waiting=waiting, finish=lambda: _add_up(turn, [own, *theirs], out))
+        own, works = parts[group.index], call.underway([turn])
+        return Pending(out, works, x, waiting=waiting, finish=lambda: _add_up(turn, [own, *theirs], out))
     # gloo takes three times as long as to send each member its part: 28 ms instead of 9 for 20 MB and two processes
     own, received = parts[group.index], [torch.empty_like(parts[group.index]) for _ in others]
     works = [dist.irecv(part, group.ranks[n], group.handle) for n, part in zip(others, received, strict=True)]
     works += [dist.isend(parts[n], group.ranks[n], group.handle) for n in others]
+    works = call.underway(works)
     return Pending(out, works, x, waiting=waiting, finish=lambda: _add_up(None, [own, *received], out))
 
 
@@ -143,8 +149,9 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """The sum of `x` over the group, in place, while the caller computes."""
     if group.size == 1:
         return Pending(x)
-    waiting = group.begins("all_reduce")
-    return Pending(x, [dist.all_reduce(x, group=group.handle, async_op=True)], x, waiting=waiting)
+    waiting, call = group.begins("all_reduce"), group.watch.call(group.axis, "all-reduce", x.nbytes)
+    works = call.underway([dist.all_reduce(x, group=group.handle, async_op=True)])
+    return Pending(x, works, x, waiting=waiting)
 
 
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -158,16 +165,18 @@ def start_all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequ
     if group.size == 1:
         return Pending(x)
     x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
-    waiting = group.begins("all_to_all")
+    waiting, call = group.begins("all_to_all"), group.watch.call(group.axis, "all-to-all", x.nbytes)
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle, async_op=True)
-    return Pending(out, [work], x, waiting=waiting)
+    return Pending(out, call.underway([work]), x, waiting=waiting)
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """`x` of the group's member number `source`, in place on all."""
     if group.size > 1:
+        call = group.watch.call(group.axis, "broadcast", x.nbytes)
         with group.begins("broadcast"):
             dist.broadcast(x, group.ranks[source], group=group.handle)
+        call.over()
     return x
 
 
@@ -176,8 +185,10 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
+    call = group.watch.call(group.axis, "objects", 0)
     with group.begins("gather_objects"):
         dist.all_gather_object(values, value, group=group.handle)
+    call.over()
     return values
 
 

@@ -20,6 +20,7 @@ from .activity import Activity, Waiting
 from .meeting import agree_on_meeting
 from .shared_memory import SharedMemory
 from .topology import Topology
+from .watch import DeviceClock, HostClock, Watch
 from .weights import WeightQueue
 
 # Axes that live in a run's process groups, beside those of layers with few experts; the others exist for arithmetic.
@@ -59,6 +60,7 @@ class Group:
     handle: Any = None          # None for a group of one, and on paper
     memory: SharedMemory | None = field(default=None, compare=False)
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)     # of this process
+    watch: Watch = field(default_factory=Watch, compare=False, repr=False)              # what it costs is noted there
 
     @property
     def size(self) -> int:
@@ -90,6 +92,7 @@ class Mesh:
     expert_tensor: Group
     few: tuple[Group, ...] = field(compare=False)
     weights: WeightQueue = field(compare=False)         # of the stage that is being built
+    watch: Watch = field(compare=False)                 # where this rank's time goes
 
     def along(self, axis: str) -> Group:
         """The group of an axis that is known by name, as a ShardSpec knows it."""
@@ -182,6 +185,7 @@ def _mesh(
     """The mesh whose handles `make` makes, axis by axis in one order; an axis of experts that has the ranks of a dense
     one shares its handle."""
     twins = {"expert_tensor": "tensor", "expert_data": "data"}
+    watch = Watch(DeviceClock() if device.type == "cuda" else HostClock())
     few = [f"{axis}.{degree}" for degree in topology.degrees for axis in ("expert", "expert_data")]
     groups, activity = {}, Activity()
     for axis in (*LIVE_AXES, *few):
@@ -190,10 +194,10 @@ def _mesh(
             handle = groups[twins[axis]].handle
         else:
             handle = make(ranks) if topology.size(axis) > 1 else None
-        groups[axis] = Group(axis, ranks, ranks.index(rank), handle, activity=activity)
+        groups[axis] = Group(axis, ranks, ranks.index(rank), handle, activity=activity, watch=watch)
     named = {axis: groups[axis] for axis in LIVE_AXES}
     few_groups = tuple(groups[axis] for axis in few)
-    return Mesh(topology, rank, device, **named, few=few_groups, weights=WeightQueue(products))
+    return Mesh(topology, rank, device, **named, few=few_groups, weights=WeightQueue(products), watch=watch)
 
 
 def new_group(ranks: tuple[int, ...]) -> Any:

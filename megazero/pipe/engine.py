@@ -137,7 +137,7 @@ class PipeEngine:
         device: torch.device, queues: Mapping[int, WeightQueue] | None = None, reduction: Reduction | None = None,
     ) -> None:
         self.stages, self.last_stage, self.wires = stages, last_stage, wires
-        self.device, self.reduction = device, reduction
+        self.device, self.reduction, self.watch = device, reduction, wires.pipeline.watch
         self.queues = queues or {}
         self.trace: deque[list[Timed]] | None = None
         self.stop = Stop()
@@ -161,6 +161,7 @@ class PipeEngine:
                 if training and (abandoned if isinstance(op, ReduceGrads) else not self.stop.admits(op.micro)):
                     abandoned = True
                     continue
+                self.watch.enter(_PHASES.get(type(op), self.watch.phase))
                 step.began = perf_counter()
                 activity.run(op, at, len(program))
                 if at in completing:
@@ -363,4 +364,9 @@ _RUN: dict[type, Callable[..., None]] = {
     SendGrad: PipeEngine._send_grad,
     RecvGrad: PipeEngine._recv_grad,
     ReduceGrads: PipeEngine._reduce,
+}
+
+# What the rank does itself, by instruction; messages fall in the phase around them.
+_PHASES: dict[type, str] = {
+    Forward: "forward", Backward: "backward", BackwardInput: "backward", BackwardWeight: "backward"
 }

@@ -73,14 +73,14 @@ class Wires:
 
     def send(self, x: Tensor, to: int) -> Message:
         """Start sending; returns the message, whose wait() says that `x` may be changed again."""
-        peer = self.pipeline.ranks[to]
-        work = dist.isend(_sendable(x), peer, group=self._handles[self.pipeline.index, to])
+        peer, call = self.pipeline.ranks[to], self.pipeline.watch.call("pipeline", "send", x.nbytes)
+        (work,) = call.underway([dist.isend(_sendable(x), peer, group=self._handles[self.pipeline.index, to])])
         return Message(work, self.pipeline.activity.waits("send", "pipeline", (peer,)))
 
     def receive(self, x: Tensor, source: int) -> Message:
         """Start receiving into `x`; returns the message, whose wait() says that `x` is there."""
-        peer = self.pipeline.ranks[source]
-        work = dist.irecv(_sendable(x), peer, group=self._handles[source, self.pipeline.index])
+        peer, call = self.pipeline.ranks[source], self.pipeline.watch.call("pipeline", "receive", x.nbytes)
+        (work,) = call.underway([dist.irecv(_sendable(x), peer, group=self._handles[source, self.pipeline.index])])
         return Message(work, self.pipeline.activity.waits("receive", "pipeline", (peer,)))
 
 
