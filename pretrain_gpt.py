@@ -188,6 +188,8 @@ def prepare(config: Config, world: World) -> Plan:
 def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> Progress:
     """Meet the other processes, build this rank's part of everything, and train."""
     config = plan.config
+    if config.run.deterministic_mode:
+        compute_alike()
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
     if device.type == "cpu":
         keep_freed_memory()
@@ -255,6 +257,15 @@ def train(trainer: Trainer, progress: Progress, iterations: int, config: Config)
         raise
     finally:
         trainer.saver.close()
+
+
+def compute_alike() -> None:
+    """Let torch use only what gives the same bits again, and let it raise where there is no such thing."""
+    for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring"}.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.utils.deterministic.fill_uninitialized_memory = False     # nothing reads what it has not written
 
 
 def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:

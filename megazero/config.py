@@ -297,6 +297,7 @@ class RunConfig:
 
     seed: int = flag(1234, "seed of weights, order of samples and dropout", at_least=0)
     print_layout: bool = flag(False, "print ranks, groups, layers, memory of --world-size ranks, and leave")
+    deterministic_mode: bool = flag(False, "the same run gives the same bits again, on GPUs too; see docs/watching.md")
     world_size: int | None = flag(None, "ranks of the layout to print; a run takes its launcher's", at_least=1)
     device_memory_gb: float | None = flag(None, "memory of a device: say whether the layout to print fits", above=0)
     json: bool = flag(False, "print the layout as JSON")
