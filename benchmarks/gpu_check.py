@@ -34,7 +34,7 @@ from torch import Tensor  # noqa: E402
 
 from megazero.config import ModelConfig, OptimizerConfig  # noqa: E402
 from megazero.data.batch import MicroBatch  # noqa: E402
-from megazero.flops import model_flops  # noqa: E402
+from megazero.flops import device_peak, model_flops  # noqa: E402
 from megazero.gpt import GPTSetup, gpt_layers  # noqa: E402
 from megazero.kernels.adam import AdamStep, adam_, adam_reference_  # noqa: E402
 from megazero.kernels.bias_gelu import bias_gelu, bias_gelu_reference  # noqa: E402
@@ -53,8 +53,6 @@ from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
 from megazero.precision import Dtypes  # noqa: E402
 
-PEAKS = {"H100": 989, "H200": 989, "H800": 989, "A100": 312, "A800": 312, "B200": 2250, "B100": 1750, "L40S": 362}
-PEAKS |= {"MI300X": 1307, "MI325X": 1307}       # dense bf16 TFLOP/s that the makers state
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}     # of the largest element; sums over 70,000 in fp32
 GPTS = {"350M": (24, 1024, 16, 8), "1.3B": (24, 2048, 16, 4)}       # layers, hidden, heads, micro-batch
 VOCAB, SEQ, STEPS = 50304, 2048, 10
@@ -209,25 +207,33 @@ def machine_part(bench: Bench) -> dict[str, Any]:
     source, target = torch.empty(2, size, dtype=torch.uint8, device=bench.device)
     a, b = torch.randn(2, side, side, device=bench.device).bfloat16()
     name = "cpu" if bench.small else torch.cuda.get_device_name()
+    stated = device_peak(name, half=True)
     return {
         "device": name, "torch": torch.__version__, "triton": triton.__version__ if triton else None,
         "copy_gbs": 2 * size / bench.seconds(lambda: target.copy_(source)) / 1e9,
         "matmul_tflops": 2 * side**3 / bench.seconds(lambda: a @ b) / 1e12,
-        "stated_tflops": next((peak for word, peak in PEAKS.items() if word in name), None),
+        "stated_tflops": None if stated is None else stated / 1e12,
     }
 
 
 def check_part(bench: Bench, name: str) -> dict[str, Any]:
     """A kernel beside its reference: the largest difference of result and gradients over its tolerance."""
-    op, worst = OPS[name], {}
     shapes = [(3, 33), (2, 70)] if bench.small else [(5, 1), (5, 33), (64, 1000), (700, 4096), (7, 4097), (3, 70000)]
+    worst = differences(bench, name, "triton", shapes)
+    return {"worst": max(worst.values()), "equal": max(worst.values()) <= 1.0, "differences": worst}
+
+
+def differences(bench: Bench, name: str, impl: str, shapes: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Of an implementation of an op, for each shape (rows, width) and dtype: the largest difference of result and
+    gradients from the reference, over its tolerance."""
+    op, worst = OPS[name], {}
     for rows, width in shapes:
         for dtype, tolerance in TOLERANCE.items():
             leaves = bench.made(op, rows, width, dtype)
             reference = dropout_reference(leaves) if name == "dropout_add" else op.reference(leaves)
             if not op.backward_bytes:
                 leaves = bench.made(op, rows, width, dtype)
-            y = op.run("triton", leaves)
+            y = op.run(impl, leaves)
             dy = torch.randn_like(y)
             pairs = [(y, reference)]
             if op.backward_bytes:
@@ -235,7 +241,7 @@ def check_part(bench: Bench, name: str) -> dict[str, Any]:
                 pairs += zip(got, wanted, strict=True)
             off = max(((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item() for a, b in pairs)
             worst[f"{rows} x {width} {str(dtype).removeprefix('torch.')}"] = off / tolerance
-    return {"worst": max(worst.values()), "equal": max(worst.values()) <= 1.0, "differences": worst}
+    return worst
 
 
 def dropout_reference(leaves: list[Tensor]) -> Tensor:

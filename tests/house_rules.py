@@ -55,7 +55,7 @@ FLOORS = (
      "megazero/starting.py", "megazero/lookout.py"),
     ("megazero/planner/",),
     ("megazero/plan.py",),
-    ("benchmarks/kernel_list.py",),
+    ("benchmarks/kernel_list.py", "benchmarks/gpu_check.py"),
     ("pretrain_gpt.py", "scripts/", "data_tools/", "examples/", "benchmarks/"),
 )
 
@@ -70,7 +70,9 @@ ONLY_IN = {
     ),
     "triton": ("megazero/kernels/dispatch.py", "benchmarks/"),
     "argparse": ("megazero/flags.py", "data_tools/", "scripts/", "benchmarks/", "examples/"),
-    "os.environ": ("megazero/parallel/groups.py", "pretrain_gpt.py", "benchmarks/", "examples/"),
+    "os.environ": (
+        "megazero/parallel/groups.py", "pretrain_gpt.py", "benchmarks/", "examples/", "scripts/report_environment.py",
+    ),
     "os.getenv": ("megazero/parallel/groups.py", "pretrain_gpt.py", "benchmarks/", "examples/"),
     "pickle": (),
     "torch.load": ("benchmarks/",),
