@@ -33,7 +33,7 @@ from megazero.config_schedule import ScheduleConfig  # noqa: E402
 from megazero.config_watching import WatchingConfig  # noqa: E402
 from megazero.data.loader import DocumentRules, Loader, Share  # noqa: E402
 from megazero.data.samples import MockSamples  # noqa: E402
-from megazero.flops import model_flops  # noqa: E402
+from megazero.flops import Flops, model_flops  # noqa: E402
 from megazero.gpt import GPTSetup, gpt_layers  # noqa: E402
 from megazero.lr_schedule import make_schedule  # noqa: E402
 from megazero.machine import Machine, Setup, assemble  # noqa: E402
@@ -41,7 +41,7 @@ from megazero.metrics import Metrics  # noqa: E402
 from megazero.parallel.groups import open_mesh  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.snapshot import Saver  # noqa: E402
-from megazero.trainer import Feed, Progress, Schedules, Trainer  # noqa: E402
+from megazero.trainer import Asked, Feed, Progress, Schedules, Trainer  # noqa: E402
 from megazero.watching import StepWatch  # noqa: E402
 
 RANKS = 2
@@ -86,14 +86,14 @@ def trainers(machine: Machine, model: ModelConfig, args: argparse.Namespace, fol
     )  # fmt: skip
     rates = ScheduleConfig(lr=1e-4, lr_decay_style="constant")
     schedules = Schedules(make_schedule(rates, batch, sizes, seq_length=args.seq))
-    flops = model_flops(model, vocab=args.vocab, batch=1) / args.seq
+    flops = Flops(model_flops(model, vocab=args.vocab, batch=1) / args.seq)
     made = {}
     for name, (logging, watching) in ways(folder, args.steps).items():
         told = Nobody() if name == BARE else Metrics(
             logging, iterations=NEVER, world=RANKS, writes=mesh.rank == 0, flops=flops, watching=watching
         )
         made[name] = Trainer(
-            machine, {"train": Feed(loader, mesh, True, 0)}, schedules, batch=batch, metrics=told,
+            machine, {"train": Feed(loader, mesh, True, 0)}, schedules, asked=Asked(batch, logging), metrics=told,
             watching=StepWatch(mesh, logging, watching, machine.optimizer.bytes),
             saver=Saver(folder, machine.optimizer, mesh, config=model),
         )  # fmt: skip

@@ -148,7 +148,10 @@ SHOWN = {
     "test_metrics.py::test_tensorboard_has_the_listed_tags":
         """tensorboard_dir log_memory_to_tensorboard log_validation_ppl_to_tensorboard
         log_timers_to_tensorboard log_batch_size_to_tensorboard log_throughput""",
-    "test_metrics.py::test_what_was_not_asked_for_is_not_written": "tensorboard_log_interval",
+    "test_metrics.py::test_a_terminal_shows_a_bar_with_the_time_left_and_whole_lines_above_it": "progress_bar",
+    "test_metrics.py::test_tensorboard_has_every_nth_iteration_where_that_is_asked_for": "tensorboard_log_interval",
+    "test_metrics.py::test_weights_and_biases_gets_the_figures_of_tensorboard":
+        "wandb_project wandb_exp_name wandb_entity wandb_save_dir",
     "test_moe_runs.py::test_one_expert_takes_every_token_and_three_ranks_receive_none": "moe_router_bias_update_rate",
     "test_overflow_runs.py::test_c090_a_run_from_2_to_the_32_skips_some_steps_and_then_trains": "fp16",
     "test_parity.py::test_any_layout_trains_the_same_model_as_one_rank":
@@ -182,6 +185,15 @@ SHOWN = {
     "test_students.py::test_distillation_ends_where_it_is_told_to": "kd_stop_iteration",
     "test_students.py::test_experts_teach_and_learn_in_any_layout": "load_teacher num_experts_teacher",
     "test_summary.py::test_groups_are_those_of_the_whole_model_in_any_layout": "decoupled_lr",
+    "test_determinism.py::test_two_runs_are_equal_to_the_last_bit": "deterministic_mode",
+    "test_watching.py::test_only_the_steps_before_a_telling_are_watched": "timing_log_level",
+    "test_watching.py::test_rank_0_alone_prints_a_line_per_step_with_all_figures": "peak_tflops",
+    "test_watching.py::test_ranks_meet_before_a_watched_step_where_that_is_asked_for": "barrier_with_level_1_timing",
+    "test_watching.py::test_the_layers_operations_are_those_of_arithmetic": "flops_profiler",
+    "test_watching.py::test_the_slow_rank_is_named": "straggler_interval",
+    "test_watching.py::test_times_and_memory_have_lines": "log_memory",
+    "test_watching.py::test_times_are_told_of_the_longest_of_both_ends_or_of_every_rank": "timing_log_option",
+    "test_watching.py::test_traffic_is_what_the_layout_must_send": "log_comms",
     "test_zero_runs.py::test_any_optimizer_and_stage_trains_the_model_of_one_rank":
         "optimizer zero_stage overlap_param_gather",
     "test_zero_runs.py::test_collectives_do_not_grow_with_accumulation": "overlap_grad_reduce",

@@ -171,8 +171,8 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
         measured = {"params_norm": 8.0, "num_zeros": 5, "exp_avg_norm": 0.5, "exp_avg_sq_norm": 0.25, "seq_length": 8}
         measured = measured if i == 2 else {"kd_loss": 0.5}
         balance = EXPERTS | {"seq_aux_loss": 1.0, "global_aux_loss": 1.0}
-        watched = {"timers": {"data": 0.25, "wait for tensor": 0.5}, "memory_classes": {"peak": 2**20}} if i == 2 else {}
-        metrics.train(record(i, loss=3.0 - i, **measured) | balance | watched)
+        watched = {"timers": {"data": 0.25, "wait for tensor": 0.5}, "memory_classes": {"peak": 2**20}}
+        metrics.train(record(i, loss=3.0 - i, **measured) | balance | (watched if i == 2 else {}))
     metrics.evaluation("valid", 2, 1.0)
     metrics.evaluation("test", 2, 1.25)
     metrics.evaluation("web", 2, 1.5)
@@ -273,14 +273,16 @@ def test_weights_and_biases_gets_the_figures_of_tensorboard(tmp_path, monkeypatc
 
     wandb.init = lambda **how: told.append(how) or Run()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    watching = WatchingConfig(wandb_project="pretraining", wandb_exp_name="a", wandb_save_dir=str(tmp_path))
+    watching = WatchingConfig(
+        wandb_project="pretraining", wandb_exp_name="a", wandb_entity="lab", wandb_save_dir=str(tmp_path)
+    )
     check_places(LoggingConfig(), watching)
     metrics = make(tmp_path, watching=watching)
     metrics.train(record(1))
     metrics.evaluation("valid", 1, 1.5)
     metrics.overlap(1, 1, 4)
     metrics.close()
-    assert told[0] == {"project": "pretraining", "name": "a", "entity": None, "dir": str(tmp_path)}
+    assert told[0] == {"project": "pretraining", "name": "a", "entity": "lab", "dir": str(tmp_path)}
     assert told[1][0] == 1 and told[1][1]["lm loss"] == 2.0 and told[1][1]["grad-norm"] == 0.5
     assert told[2:] == [(1, {"lm loss validation": 1.5}), "finished"] and Run.summary == {"early_share": 0.25}
 

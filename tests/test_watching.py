@@ -34,7 +34,8 @@ STEPS, SLOW_RANK, SLOW_SECONDS = 5, 3, 0.05
 EVERYTHING = (
     "--train-iters 5 --log-interval 1 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --fp16 "
     "--initial-loss-scale 1024 --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-z-loss-coeff 0.001 "
-    "--timing-log-level 2 --log-comms --log-memory --log-memory-to-tensorboard --straggler-interval 5 "
+    "--timing-log-level 2 --timing-log-option minmax --log-comms --log-memory --log-memory-to-tensorboard "
+    "--straggler-interval 5 "
     "--flops-profiler 2 --log-timers-to-tensorboard --log-batch-size-to-tensorboard --log-throughput "
     "--log-validation-ppl-to-tensorboard --log-optimizer-states-to-tensorboard --log-params-norm "
     "--log-num-zeros-in-grad --peak-tflops 0.5 "
@@ -126,6 +127,19 @@ def test_only_the_steps_before_a_telling_are_watched():
     quiet = StepWatch(mesh, LoggingConfig(log_interval=1), WatchingConfig())
     quiet.begin(100)
     assert quiet.end() is None                                  # one rank has no peers to be slower than
+
+
+def test_ranks_meet_before_a_watched_step_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    met: list[str] = []
+    monkeypatch.setattr("megazero.watching.all_reduce", lambda x, group: met.append(group.axis))
+    for meets in (False, True):
+        asked = WatchingConfig(timing_log_level=1, barrier_with_level_1_timing=meets)
+        watching = StepWatch(mesh_on_paper(Topology(), 0), LoggingConfig(log_interval=10), asked)
+        watching.last = 10
+        for iteration in (5, 6, 7):                             # of which two are watched
+            watching.begin(iteration)
+            watching.end()
+        assert met == ["world", "world"] * meets
 
 
 # ------------------------------------------------------------------------------------------------------- what is told
@@ -269,7 +283,7 @@ def test_rank_0_alone_prints_a_line_per_step_with_all_figures(run: Run):
 def test_one_event_file_has_every_tag(run: Run):
     """C128: of TensorBoard's own reader."""
     assert len(run.files) == 1
-    absent = {"kd_loss", "seq_aux_loss", "global_aux_loss", "seq_length", "hardware_tflops", "memory"}  # not of this run
+    absent = {"kd_loss", "seq_aux_loss", "global_aux_loss", "seq_length", "hardware_tflops", "memory"}
     wanted = {tag for name, tag in TAGS.items() if name not in absent}
     timers = {"data", "forward", "backward", "optimizer", "other", "checkpoint", "evaluation"}
     timers |= {f"wait for {axis}" for axis in ("tensor", "pipeline", "tied_data", "world")}
