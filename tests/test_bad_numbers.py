@@ -185,18 +185,21 @@ def test_a_fingerprint_sees_any_bit_and_rows_that_change_places(dtype: torch.dty
 
 
 def one_bit(flags: str, name: str, kind: str, rank: int) -> tuple[str | None, str | None, str]:
-    """What is found before and after one element changes on one rank, a weight by its lowest bit, and the run's
-    error."""
+    """What is found before and after the lowest bit of one element flips on one rank, and the error of a run in which
+    that element is off by one: a bit may be rounded away."""
     trainer, progress = trainer_of(f"{flags} --check-replicas 2", 4, None)
     optimizer, mesh = trainer.machine.optimizer, trainer.machine.mesh
     before = first_difference(optimizer, mesh)
-    for bucket in optimizer.buckets if mesh.rank == rank else ():
-        for number, info in enumerate(bucket.infos):
-            if info.name == name:
-                flat = bucket.params if kind == "weight" else bucket.slices[kind]
-                last = bucket.view(number, flat).flatten()[-1:]
-                last.copy_(last + 1 if kind != "weight" else (last.view(torch.int32) ^ 1).view(torch.float32))
+    changed = [
+        bucket.view(number, bucket.params if kind == "weight" else bucket.slices[kind]).flatten()[-1:]
+        for bucket in optimizer.buckets for number, info in enumerate(bucket.infos)
+        if mesh.rank == rank and info.name == name
+    ]
+    for last in changed:
+        last.copy_((last.view(torch.int32) ^ 1).view(torch.float32))
     after, error = first_difference(optimizer, mesh), ""
+    for last in changed:
+        last.add_(1)
     try:
         trainer.train(progress, 3, None)
     except AgreedError as wrong:
