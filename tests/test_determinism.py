@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import pretrain_gpt
 from megazero.flags import parse
+from megazero.lookout import Lookout
 from megazero.parallel.groups import World
 from tests.harness import on_ranks
 from tests.training import SMALL
@@ -26,7 +27,8 @@ def trained(folder: Path) -> tuple[list, list]:
     places = f"--save {folder} --metrics-jsonl {folder}/m.jsonl --log-interval 1"
     config, notices = parse(f"{SMALL} {FLAGS} {places}".split())
     world = World(dist.get_rank(), dist.get_world_size(), 0)
-    pretrain_gpt.run(pretrain_gpt.prepare(config, world), world, notices)
+    lookout = Lookout(world, pretrain_gpt.watched(config))
+    pretrain_gpt.run(pretrain_gpt.prepare(config, world), world, notices, lookout)
     if world.rank:
         return [], []
     lines = [json.loads(line) for line in (folder / "m.jsonl").read_text().splitlines()]

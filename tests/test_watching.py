@@ -20,6 +20,7 @@ from megazero.config import LoggingConfig
 from megazero.config_watching import WatchingConfig
 from megazero.flags import parse
 from megazero.flops import model_flops
+from megazero.lookout import Lookout
 from megazero.memory import Memory
 from megazero.metrics import TAGS
 from megazero.parallel.groups import World, mesh_on_paper
@@ -223,7 +224,8 @@ def watched_run(flags: str, world: int) -> Seen:
     """The front door's run on this rank of a world that has met. Rank SLOW_RANK sleeps in each forward."""
     rank = dist.get_rank() if world > 1 else 0
     config, notices = parse(f"{SMALL} {flags}".split())
-    plan, out, build, seen = pretrain_gpt.prepare(config, World(rank, world, 0)), io.StringIO(), pretrain_gpt.build, []
+    here, out, build, seen = World(rank, world, 0), io.StringIO(), pretrain_gpt.build, []
+    plan = pretrain_gpt.prepare(config, here)
 
     def changed(*parts: Any) -> tuple[Trainer, Any]:
         trainer, progress = build(*parts)
@@ -236,7 +238,7 @@ def watched_run(flags: str, world: int) -> Seen:
     pretrain_gpt.build = changed
     try:
         with contextlib.redirect_stdout(out):
-            pretrain_gpt.run(plan, World(rank, world, 0), notices)
+            pretrain_gpt.run(plan, here, notices, Lookout(here, pretrain_gpt.watched(config)))
     finally:
         pretrain_gpt.build = build
     times = [one.own + sum(one.waited().values()) for one in seen]
