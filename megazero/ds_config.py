@@ -293,6 +293,16 @@ def _tensorboard(found: Translation, key: str, value: Any, leaves: dict[str, Any
         found.asked.append(Asked(key, "tensorboard-dir", (str(folder),), weak=True))
 
 
+def _timers(found: Translation, key: str, value: Any, leaves: dict[str, Any]) -> None:
+    if value is True:
+        found.asked.append(Asked(key, "timing-log-level", ("1",), weak=True))
+
+
+def _flops_profiler(found: Translation, key: str, value: Any, leaves: dict[str, Any]) -> None:
+    if value is True:
+        found.asked.append(_asked(key, "flops-profiler", int, leaves.get("flops_profiler.profile_step", 1)))
+
+
 _WORK: dict[str, Rule] = {
     "communication_data_type": _communication,
     "optimizer.type": _optimizer,
@@ -310,4 +320,6 @@ _WORK: dict[str, Rule] = {
     "moe.drop_tokens": _unless,
     "moe.top2_2nd_expert_sampling": _unless,
     "tensorboard.enabled": _tensorboard,
+    "wall_clock_breakdown": _timers,
+    "flops_profiler.enabled": _flops_profiler,
 }

@@ -17,6 +17,8 @@ SETS: dict[str, tuple[str, type]] = {
     "zero_optimization.stage": ("zero-stage", int),
     "zero_optimization.reduce_bucket_size": ("bucket-size", int),
     "zero_optimization.overlap_comm": ("overlap-grad-reduce", bool),
+    "memory_breakdown": ("log-memory", bool),
+    "comms_logger.enabled": ("log-comms", bool),
     "fp16.enabled": ("fp16", bool),
     "fp16.loss_scale": ("loss-scale", float),
     "fp16.initial_scale_power": ("initial-scale-power", int),
@@ -88,6 +90,9 @@ WORKED_OUT: dict[str, tuple[str, ...]] = {
     "optimizer.params.momentum": ("sgd-momentum", "muon-momentum"),
     "curriculum_learning.enabled": (),
     "curriculum_learning.curriculum_type": (),
+    "wall_clock_breakdown": ("timing-log-level",),
+    "flops_profiler.enabled": ("flops-profiler",),
+    "flops_profiler.profile_step": ("flops-profiler",),
     "pipeline.partition": ("pipeline-split",),
     "pipeline.activation_checkpoint_interval": ("recompute-granularity", "recompute-method", "recompute-num-layers"),
     "tensor_parallel.autotp_size": ("tensor-model-parallel-size",),
@@ -140,14 +145,12 @@ ACCEPTED = {
     "samples go on over epochs, so that no batch is left over": "dataloader_drop_last",
     "weights never depend on the layout": "pipeline.seed_layers",
     "no order of ranks changes what is trained": "use_data_before_expert_parallelism",
-    "the seconds of each step are always logged, and --profile traces its parts": """wall_clock_breakdown
-        activation_checkpointing.profile timers.throughput""",
-    "a run tells its peak memory, --print-layout what it is made of": "memory_breakdown",
+    "the seconds of each step are always logged, and --profile traces its parts": """activation_checkpointing.profile
+        timers.throughput""",
     "--print-config prints it": "dump_state",
-    "TFLOP/s are always logged, and --print-layout has the operations": """flops_profiler.enabled
-        flops_profiler.profile_step flops_profiler.module_depth flops_profiler.top_modules flops_profiler.detailed
-        flops_profiler.output_file flops_profiler.recompute_fwd_factor""",
-    "messages are not logged yet": """comms_logger.enabled comms_logger.verbose comms_logger.prof_all comms_logger.debug
+    "--flops-profiler prints every kind of layer": """flops_profiler.module_depth flops_profiler.top_modules
+        flops_profiler.detailed flops_profiler.output_file flops_profiler.recompute_fwd_factor""",
+    "--log-comms tells of every collective": """comms_logger.verbose comms_logger.prof_all comms_logger.debug
         comms_logger.prof_ops""",
     "there is no second cut of the sequence": "seq_parallel_communication_data_type",
 }
