@@ -246,7 +246,7 @@ class Blocking:
             pass
 
     def __init__(self, wires):
-        self.wires = wires
+        self.wires, self.pipeline = wires, wires.pipeline
 
     def send(self, x, to):
         self.wires.send(x, to).wait()
