@@ -191,7 +191,7 @@ def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> P
     if config.run.deterministic_mode:
         compute_alike()
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
-    if device.type == "cpu":
+    if device.type == "cpu" and not config.watching.log_memory:     # which tells by the system's count of pages
         keep_freed_memory()
     minutes, products = config.parallel.distributed_timeout_minutes, products_of(device)
     minutes += lookout.how.hang_seconds is not None             # the lookout comes first, and says more
