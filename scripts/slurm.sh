@@ -22,6 +22,7 @@ if [ "${DRY_RUN:-0}" != 0 ] || [ "${TINY:-0}" = 1 ]; then
 fi
 export NODES="${SLURM_JOB_NUM_NODES:?slurm.sh is for sbatch}"
 export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
-MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}"
+hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"        # whole: a reader that ends early would be its end too
+MASTER_ADDR="${MASTER_ADDR:-${hosts%%$'\n'*}}"
 export MASTER_ADDR
 srun bash -c 'NODE_RANK="$SLURM_PROCID" exec bash "$@"' launch "$@"

@@ -148,7 +148,7 @@ def test_communication_buffers_do_not_grow_with_the_model():
 
 def held_bytes():
     """Bytes of all tensors that are alive in this process, each storage once."""
-    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
