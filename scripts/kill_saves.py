@@ -16,8 +16,6 @@ import json
 import random
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,8 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
-from megazero.checkpoint import Reader, folder_of, iterations, latest  # noqa: E402
+from megazero.checkpoint import folder_of, iterations, latest  # noqa: E402
 from megazero.checkpoint_index import INDEX  # noqa: E402
+from scripts.ranks import spoiled, start_ranks  # noqa: E402
 
 # A save of its 3.7 million parameters takes about as long as a step.
 MODEL = (
@@ -73,20 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_and_kill(folder: Path, ranks: int, how: str, draw: random.Random) -> tuple[str, int]:
     """Start a run, kill one rank at a random moment of one of its saves but the first, and the others as a launcher
     does; what rank 0 said, and who was killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = f"{MODEL} {how} --save {folder}/saves --metrics-jsonl {folder}/metrics.jsonl".split()
-    processes = []
     log = folder / "log.txt"
     with open(log, "w") as out:
-        for rank in range(ranks):
-            place = [f"RANK={rank}", f"LOCAL_RANK={rank}", f"WORLD_SIZE={ranks}", f"MASTER_PORT={port}",
-                     "MASTER_ADDR=127.0.0.1", "OMP_NUM_THREADS=1", "PYTHONUNBUFFERED=1"]
-            processes.append(subprocess.Popen(
-                ["env", *place, sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, stdin=subprocess.DEVNULL,
-                stdout=out if rank == 0 else subprocess.DEVNULL, stderr=out,
-            ))  # fmt: skip
+        processes = start_ranks(words, ranks, out)
         try:
             limit = time.monotonic() + PATIENCE
             while "saved " not in log.read_text():
@@ -114,16 +103,7 @@ def check(folder: Path, said: str) -> list[str]:
     told = [int(number) for number in re.findall(r"saved \S*iter_(\d+)\n", said)]
     if newest is None or newest < max(told):
         wrong.append(f"lost: said to have saved {max(told)}, the newest is {newest}")
-    for iteration in iterations(root):
-        if (folder_of(root, iteration) / INDEX).exists():
-            try:
-                reader = Reader(folder_of(root, iteration))
-                for name, entry in reader.tensors.items():
-                    for kind in entry.dtypes:
-                        reader.read(name, kind)
-            except (ValueError, OSError) as error:
-                wrong.append(f"spoiled: {error}")
-    return wrong
+    return wrong + spoiled(root)
 
 
 def is_broken_off(root: Path) -> bool:

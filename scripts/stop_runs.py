@@ -14,8 +14,6 @@ import argparse
 import json
 import random
 import signal
-import socket
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,8 +24,8 @@ sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
 import torch  # noqa: E402
 
-from megazero.checkpoint import Reader, folder_of, iterations, latest  # noqa: E402
-from megazero.checkpoint_index import INDEX  # noqa: E402
+from megazero.checkpoint import folder_of, latest  # noqa: E402
+from scripts.ranks import read_save, spoiled, start_ranks  # noqa: E402
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 512 --micro-batch-size 1 "
@@ -58,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         codes, seconds = run(asked.save / "stopped", asked, how, draw.uniform(0, asked.latest))
         found = [] if seconds < LIMIT else [f"gone after {seconds:.1f} s only"]
         found += [f"exit codes {codes}"] if any(code not in (0, -how) for code in codes) else []
-        found += unverified(asked.save / "stopped/saves")
+        found += spoiled(asked.save / "stopped/saves")
         wrong += found
         newest = latest(asked.save / "stopped/saves", say=lambda line: None)
         told = f"{how.name}, codes {codes} after {seconds:.1f} s, newest {newest}"
@@ -76,19 +74,9 @@ def run(
 ) -> tuple[list[int], float]:
     """Start all ranks and signal them after some seconds; their exit codes, and how long they took from then on."""
     folder.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     words = f"{MODEL} --train-iters {asked.iters} --save {folder}/saves --metrics-jsonl {folder}/metrics.jsonl".split()
-    processes = []
     with open(folder / "log.txt", "a") as out:
-        for rank in range(asked.ranks):
-            place = [f"RANK={rank}", f"LOCAL_RANK={rank}", f"WORLD_SIZE={asked.ranks}", f"MASTER_PORT={port}",
-                     "MASTER_ADDR=127.0.0.1", "OMP_NUM_THREADS=1"]
-            processes.append(subprocess.Popen(
-                ["env", *place, sys.executable, "pretrain_gpt.py", *words], cwd=ROOT, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out,
-            ))  # fmt: skip
+        processes = start_ranks(words, asked.ranks, out)
         try:
             until = time.monotonic() + seconds
             while time.monotonic() < until and any(process.poll() is None for process in processes):
@@ -106,24 +94,6 @@ def run(
     return [process.returncode for process in processes], took
 
 
-def unverified(root: Path) -> list[str]:
-    """Saves with bytes that are not what was written."""
-    wrong = []
-    for iteration in iterations(root) if root.exists() else ():
-        if (folder_of(root, iteration) / INDEX).exists():
-            try:
-                state_of(folder_of(root, iteration))
-            except (ValueError, OSError) as error:
-                wrong.append(f"spoiled: {error}")
-    return wrong
-
-
-def state_of(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Every tensor of a save, verified, by name and kind."""
-    reader = Reader(folder)
-    return {(name, kind): reader.read(name, kind) for name, entry in reader.tensors.items() for kind in entry.dtypes}
-
-
 def unlike(folder: Path, last: int) -> list[str]:
     """In what the run that was stopped differs from the one that was not."""
     told = []
@@ -131,7 +101,7 @@ def unlike(folder: Path, last: int) -> list[str]:
         lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
         told.append([(line["iteration"], line["lm_loss"]) for line in lines if "split" not in line])
     wrong = [] if told[0] == told[1] else ["the losses differ"]
-    got, want = (state_of(folder_of(folder / name / "saves", last)) for name in ("stopped", "straight"))
+    got, want = (read_save(folder_of(folder / name / "saves", last)) for name in ("stopped", "straight"))
     return wrong + [f"{key} differs" for key in want if not torch.equal(got[key], want[key])]
 
 
