@@ -37,6 +37,7 @@ from benchmarks.train_step import (  # noqa: E402
     Step,
     model_of,
     our_step,
+    parser_of,
     torch_step,
 )
 from benchmarks.turns import Contender, median_ratio, take_turns  # noqa: E402
@@ -131,22 +132,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     }
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--layers", type=int, default=6)
-    add("--hidden", type=int, default=384)
-    add("--heads", type=int, default=6)
-    add("--seq", type=int, default=256)
-    add("--vocab", type=int, default=8192)
-    add("--batch", type=int, default=8, help="samples of a step; default: 8")
-    add("--rounds", type=int, default=15, help="of which medians are taken; default: 15")
-    add("--json", metavar="FILE", help="write the numbers to FILE as well")
-    return parser.parse_args(argv)
-
-
 def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
+    args = parser_of(__doc__).parse_args(argv)
     found = measure(args)
     print(f"{'':26}{'ms a step':>10}{'tokens/s':>10}{'ours over it':>14}{'processor ms':>14}")
     for name, told in found.items():

@@ -44,7 +44,7 @@ def our_step(machine: Machine) -> Step:
     """The engine and the optimizer as the trainer drives them."""
 
     def step(tokens: Tensor, labels: Tensor) -> float:
-        scale = 1.0 / tokens.numel()
+        scale = 1.0 / (machine.mesh.data.size * tokens.numel())
         micro_batch = MicroBatch(tokens.T.contiguous(), labels=labels.T.contiguous(), scale=scale)
         loss = machine.loss([micro_batch], machine.train_program(1))
         machine.optimizer.step(Rates(LEARNING_RATE, WEIGHT_DECAY))
@@ -147,8 +147,9 @@ def show(found: Mapping[str, dict[str, float]]) -> None:
         print(f"{name:20}{1e3 * seconds:10.1f}{rate:10.0f}{over_peer:8.3f}{worked:11.3f}{over_peak:9.2f}", flush=True)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Flags of the model, the batch and the rounds, and where the numbers go."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--layers", type=int, default=6)
     add("--hidden", type=int, default=384)
@@ -156,10 +157,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seq", type=int, default=256)
     add("--vocab", type=int, default=8192)
     add("--batch", type=int, default=8, help="samples of a step; default: 8")
-    add("--threads", type=int, default=2, help="default: 2")
     add("--rounds", type=int, default=15, help="of which medians are taken; default: 15")
-    add("--compile", action="store_true", help="ours as with pretrain_gpt.py --compile; its peers stay eager")
     add("--json", metavar="FILE", help="write the numbers to FILE as well")
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--threads", type=int, default=2, help="default: 2")
+    add("--compile", action="store_true", help="ours as with pretrain_gpt.py --compile; its peers stay eager")
     return parser.parse_args(argv)
 
 

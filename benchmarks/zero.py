@@ -32,17 +32,16 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
 from benchmarks.plain_gpt import PlainGPT, our_machine, plain_copy  # noqa: E402
+from benchmarks.train_step import CLIP, LEARNING_RATE, WEIGHT_DECAY, Step, our_step  # noqa: E402
 from benchmarks.turns import Contender, median_ratio, take_turns  # noqa: E402
 from megazero.allocator import keep_freed_memory  # noqa: E402
 from megazero.config import ModelConfig  # noqa: E402
-from megazero.data.batch import MicroBatch  # noqa: E402
 from megazero.machine import Machine  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.parallel.zero import Rates, Zero  # noqa: E402
 
 RANKS = 2
 DATA = Topology(data=RANKS)
-LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0
 OURS = {
     "megazero stage 0": Zero(0, CLIP),
     "megazero stage 1": Zero(1, CLIP),
@@ -52,27 +51,17 @@ OURS = {
 PEERS = ("DDP + AdamW", "DDP + ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed stage 1", "DeepSpeed stage 2")
 
 
-# A step on this process's (tokens, labels) [batch, seq] returns the loss it had; and what of the memory after it is
-# optimizer state beside the weights.
-Step = Callable[[Tensor, Tensor], float]
+# What of the memory after a step is optimizer state beside the weights.
 State = Callable[[], Iterable[Tensor]]
 
 
 def our_way(machine: Machine) -> tuple[Step, State]:
     """The engine and the optimizer as the trainer drives them."""
-
-    def step(tokens: Tensor, labels: Tensor) -> float:
-        scale = 1.0 / (RANKS * tokens.numel())
-        micro_batch = MicroBatch(tokens.T.contiguous(), labels=labels.T.contiguous(), scale=scale)
-        loss = machine.loss([micro_batch], machine.train_program(1))
-        machine.optimizer.step(Rates(LEARNING_RATE, WEIGHT_DECAY))
-        return loss.item()
-
     def state() -> list[Tensor]:
         buckets = machine.optimizer.buckets
         return [data for bucket in buckets for kind, data in bucket.slices.items() if kind != "weight"]
 
-    return step, state
+    return our_step(machine), state
 
 
 def torch_way(name: str, plain: PlainGPT) -> tuple[Step, State]:
