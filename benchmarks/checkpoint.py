@@ -200,8 +200,11 @@ def stalls(bench: Bench, root: Path, rounds: int) -> list[float]:
     folder, found = new_folder(bench, root, "stall"), []
     saver = Saver(folder, bench.optimizer, bench.mesh, config=NoSettings(), how=Saving(background=True))
     for number in range(rounds + 1):            # the first one makes the buffers
-        stall = bench.timed(lambda number=number: saver.save(Progress(number)))
+        saved = []
+        stall = bench.timed(lambda number=number, saved=saved: saved.append(saver.save(Progress(number))))
         saver.finish()
+        if bench.mesh.rank == 0:
+            shutil.rmtree(saved[0])             # all of them would not fit into memory
         slices = [data for parts in saver._slices().values() for data in parts]
         pairs = list(zip(saver._buffers.values(), slices, strict=True))
         copy = bench.timed(lambda pairs=pairs: [to.copy_(data) for to, data in pairs])

@@ -12,7 +12,7 @@ import zlib
 import numpy as np
 
 WIDTH = 2039                    # words of a row
-BLOCK_BYTES = 64 * WIDTH * 4    # what is moved at a time: with its copy it stays in the cache until it is summed
+BLOCK_BYTES = 128 * WIDTH * 4   # what is moved at a time: with its copy it stays in the cache until it is summed
 
 
 def new_columns() -> np.ndarray:

@@ -24,7 +24,6 @@ from .checksum import BLOCK_BYTES, add_bytes_, digest, new_columns
 
 CHUNK_BYTES = 16 * 2**20           # one checksum for each
 THREADS = 2                        # of one process, that read: one alone does not fill a memory channel
-POPULATE_READ = 22                 # of madvise(2): fault pages in, and report those that are not there (Linux 5.14)
 ALIGN = 64                         # bytes: where the first tensor begins in a file
 MAX_HEADER_BYTES = 100_000_000     # the limit of the safetensors library
 DTYPES = {
@@ -187,14 +186,6 @@ def _pwrite(out: int, data: np.ndarray, at: int) -> None:
         rest, at = rest[written:], at + written
 
 
-def _is_in_memory(handle: int) -> bool:
-    """Whether an open file lies on a RAM disk: copied from a memory map it is there in less time than it is read."""
-    device = os.fstat(handle).st_dev
-    number, mounts = f" {os.major(device)}:{os.minor(device)} ", Path("/proc/self/mountinfo")
-    lines = mounts.read_text().splitlines() if mounts.exists() else []
-    return any(number in line and " - tmpfs " in line for line in lines)
-
-
 @dataclass
 class _Summed:
     """What is known of a chunk: the sums of the byte ranges that were read."""
@@ -226,7 +217,6 @@ class TensorFile:
             raise ValueError(f"{path}: {size} bytes are too few for a tensor file")
         self._map = mmap.mmap(handle, 0, access=mmap.ACCESS_READ)
         self._bytes = memoryview(self._map)
-        self._in_memory = _is_in_memory(handle) and self._populate(0, 1)
         if expected is not None and size != expected.bytes:
             raise ValueError(f"{path}: has {size} bytes instead of {expected.bytes}: truncated or replaced")
         data_at = 8 + int.from_bytes(self._bytes[:8], "little")
@@ -271,23 +261,16 @@ class TensorFile:
         first, last = self._place(name, start, stop)
         target = out.view(np.uint8)
         assert len(target) == last - first
-        source = None if self._in_memory else self._descriptor(reader)
+        source = self._descriptor(reader)
         for low, high in _chunks(first, last):
             columns = self._claim(low, high)
-            if source is None and not self._populate(low, high):
-                raise ValueError(f"{self.path}: bytes {low} to {high} cannot be read any more")
             for at, end in _blocks(low, high):
                 block = target[at - first : end - first]
-                if source is None:
-                    block[:] = np.frombuffer(self._bytes[at:end], np.uint8)
-                else:
-                    self._pread(source, block, at)
+                self._pread(source, block, at)
                 if columns is not None:
                     add_bytes_(columns, block, at % CHUNK_BYTES)
             if columns is not None:
                 self._add(columns, low)
-            if source is None:                          # what is mapped counts as memory of this process
-                self._map.madvise(mmap.MADV_DONTNEED, low - low % mmap.PAGESIZE, high - low)
         return first, last
 
     def verify(self, first: int, last: int) -> None:
@@ -317,15 +300,6 @@ class TensorFile:
         entry = self.entries[name]
         stop = entry.numel if stop is None else stop
         return entry.offset + start * entry.dtype.itemsize, entry.offset + stop * entry.dtype.itemsize
-
-    def _populate(self, first: int, last: int) -> bool:
-        """Map bytes [first, last) of the file; False: they are not there, or the system cannot tell."""
-        first -= first % mmap.PAGESIZE
-        try:
-            self._map.madvise(POPULATE_READ, first, last - first)
-        except OSError:
-            return False
-        return True
 
     def _descriptor(self, reader: int) -> int:
         with self._lock:

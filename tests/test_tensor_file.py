@@ -6,9 +6,7 @@ import json
 import os
 import random
 import re
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -82,31 +80,23 @@ def test_tensors_of_any_width_and_length_are_read_back_and_verified(tmp_path: Pa
             assert torch.equal(torch.from_numpy(out).view(tensor.dtype), tensor[start:stop])
 
 
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A folder on a RAM disk."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        yield Path(folder)
-
-
-def test_what_lies_in_memory_is_read_from_a_map_and_verified_and_may_shrink(memory: Path) -> None:
-    """Touching what is no longer there would end the process."""
+def test_what_is_read_in_parts_is_verified_and_a_file_that_shrinks_is_told(tmp_path: Path) -> None:
     tensor = torch.arange(3 * 2**22, dtype=torch.float32)
-    written = write_file(memory / "x", [("a", tensor)], metadata={})
+    written = write_file(tmp_path / "x", [("a", tensor)], metadata={})
     out = np.empty(tensor.numel(), np.int32)
 
-    file = TensorFile(memory / "x", expected=written)
+    file = TensorFile(tmp_path / "x", expected=written)
     for number, at in enumerate(range(0, tensor.numel(), 2**22 + 5)):
         file.verify(*file.read_("a", at, min(at + 2**22 + 5, tensor.numel()), out[at : at + 2**22 + 5], number))
-    assert file._in_memory and torch.equal(torch.from_numpy(out).view(torch.float32), tensor)
-    with open(memory / "x", "r+b") as spoiled:
+    assert torch.equal(torch.from_numpy(out).view(torch.float32), tensor)
+    with open(tmp_path / "x", "r+b") as spoiled:
         spoiled.seek(2**25)
         spoiled.write(b"x")
-    file = TensorFile(memory / "x", expected=written)
+    file = TensorFile(tmp_path / "x", expected=written)
     with pytest.raises(ValueError, match="damaged: wrong checksum in bytes from 33554432"):
         file.verify(*file.read_("a", 0, tensor.numel(), out))
-    os.truncate(memory / "x", 2**22)
-    with pytest.raises(ValueError, match="bytes 4194304 to 8388608 cannot be read any more"):
+    os.truncate(tmp_path / "x", 2**22)
+    with pytest.raises(ValueError, match="ends at byte 4194304 while it is read"):
         file.read_("a", 2**20 - file._data_at // 4, 2**21 - file._data_at // 4, out[: 2**20])
 
 
@@ -134,6 +124,29 @@ def test_files_are_cut_at_a_size_and_read_as_one(topology: Topology, tmp_path: P
         entries = TensorFile(tmp_path / part.path).entries.values()
         assert len(entries) == 1 or sum(entry.numel * 4 for entry in entries) <= 1000
     check_equal(Reader(tmp_path), state)
+
+
+def test_a_large_state_is_written_as_files_of_like_size_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one of them cannot be written, none stays."""
+    monkeypatch.setattr(checkpoint, "FILE_AT_ONCE_BYTES", 100)
+    state = make_state()
+    parts = save(tmp_path / "a", Topology(), state, Writing(at_once=2))
+    sizes = [part.written.bytes for part in parts]
+    assert len(sizes) == 2 and max(sizes) < 1.5 * min(sizes)
+    check_equal(Reader(tmp_path / "a"), state)
+
+    calls = []
+
+    def full() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path / "b", Topology(), state, Writing(at_once=2, between=full))
+    assert not list((tmp_path / "b").rglob("*.safetensors"))
 
 
 def test_a_lost_file_of_a_rank_is_told(tmp_path: Path) -> None:
