@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +48,7 @@ from .tensor_file import BITS, CHUNK_BYTES, DTYPE_NAMES, DTYPES, THREADS, Tensor
 TRACKER = "latest_checkpointed_iteration.txt"
 RANKS_PER_FOLDER = 256
 FILE_BYTES = 16 * 2**30         # as much as a rank's whole state mostly is; objects of a store may have five terabytes
+FILE_AT_ONCE_BYTES = 2**28      # a file that is written beside another one has at least so many
 OPEN_FILES = 128                # of one reader; a process may have a thousand
 JOBS = 1024                     # reads that wait for each other, so that a chunk is summed as it is read
 VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -66,10 +68,12 @@ class Writing:
     """How a rank's files are written.
 
     file_bytes  a new file begins where the next range of a tensor would go beyond; a range is never cut
+    at_once     files that are written at a time, since a file takes one write at a time: larger states have so many
     between     is called every 16 MiB, and may raise to give up
     """
 
     file_bytes: int = FILE_BYTES
+    at_once: int = 1
     between: Callable[[], None] = nothing
 
 
@@ -92,7 +96,51 @@ def write_files(
     The folder is made if it is not there. An earlier save of the same iteration is not touched. Raises OSError where
     it cannot be written and ValueError where a weight is not a finite number; then none of the files is left behind.
     """
+    files = _files_of(rank, slices, topology=topology, stage=stage, how=how)
+    metadata = {"format": FORMAT, "rank": str(rank), "save": save_id}
+    paths = [
+        f"{rank // RANKS_PER_FOLDER:04d}/rank_{rank:06d}-{save_id}{f'-{number}' if number > 1 else ''}.safetensors"
+        for number in range(1, len(files) + 1)
+    ]
+    (folder / paths[0]).parent.mkdir(parents=True, exist_ok=True)
+    failed = threading.Event()
+
+    def between() -> None:
+        if failed.is_set():
+            raise _Abandoned
+        how.between()
+
+    def write(path: str, tensors: list[tuple[str, Tensor]]) -> FilePart:
+        finite = {key for key, _ in tensors if key.startswith("weight/")}
+        try:
+            written = write_file(folder / path, tensors, metadata=metadata, finite=finite, between=between)
+        except BaseException:
+            failed.set()
+            raise
+        return FilePart(rank, path, written, stage.checksum(), len(files))
+
+    with ThreadPoolExecutor(how.at_once) as pool:
+        parts = [pool.submit(write, path, tensors) for path, tensors in zip(paths, files, strict=True)]
+    errors = [error for error in (part.exception() for part in parts) if error is not None]
+    if errors:
+        for path, part in zip(paths, parts, strict=True):
+            if part.exception() is None:            # what fails leaves nothing itself, nor touches what was there
+                (folder / path).unlink(missing_ok=True)
+        raise next(error for error in errors if not isinstance(error, _Abandoned))
+    return [part.result() for part in parts]
+
+
+class _Abandoned(Exception):
+    """Another file of this rank could not be written."""
+
+
+def _files_of(
+    rank: int, slices: Mapping[str, Sequence[Tensor]], *, topology: Topology, stage: StageLayout, how: Writing
+) -> list[list[tuple[str, Tensor]]]:
+    """The tensors of each file of a rank, by their keys."""
     kinds = dict.fromkeys(kind for entry in stage.tensors.values() for kind in entry.dtypes)
+    share = sum(data.nbytes for kind in kinds for data in slices[kind]) // how.at_once
+    enough = min(max(share, FILE_AT_ONCE_BYTES), how.file_bytes)
     files: list[list[tuple[str, Tensor]]] = [[]]
     held = 0
     for kind in kinds:
@@ -102,26 +150,12 @@ def write_files(
                 data = slices[kind][r.bucket]
                 assert data.shape == (stage.buckets[r.bucket].share,) and DTYPE_NAMES[data.dtype] == dtype
                 data = data[r.at : r.at + r.stop - r.start]
-                if files[-1] and held + data.nbytes > how.file_bytes:
+                if files[-1] and (held >= enough or held + data.nbytes > how.file_bytes):
                     files.append([])
                     held = 0
                 files[-1].append((r.key(kind), data))
                 held += data.nbytes
-    metadata = {"format": FORMAT, "rank": str(rank), "save": save_id}
-    parts: list[FilePart] = []
-    try:
-        for number, tensors in enumerate(files, 1):
-            name = f"rank_{rank:06d}-{save_id}{f'-{number}' if number > 1 else ''}.safetensors"
-            path = f"{rank // RANKS_PER_FOLDER:04d}/{name}"
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            finite = {key for key, _ in tensors if key.startswith("weight/")}
-            written = write_file(folder / path, tensors, metadata=metadata, finite=finite, between=how.between)
-            parts.append(FilePart(rank, path, written, stage.checksum(), len(files)))
-    except BaseException:
-        for part in parts:
-            (folder / part.path).unlink(missing_ok=True)
-        raise
-    return parts
+    return files
 
 
 def commit(folder: Path, parts: Sequence[FilePart], index: Index) -> None:

@@ -39,12 +39,15 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1         # ranks on this host
 
     @staticmethod
     def from_environment() -> World:
-        """RANK, WORLD_SIZE and LOCAL_RANK as torchrun sets them; a single process where they are missing."""
-        env = os.environ
-        return World(int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1)), int(env.get("LOCAL_RANK", 0)))
+        """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; a single process where they are
+        missing, and one host where only the last is."""
+        env, size = os.environ, int(os.environ.get("WORLD_SIZE", 1))
+        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+        return World(int(env.get("RANK", 0)), size, int(env.get("LOCAL_RANK", 0)), local_size)
 
 
 @dataclass(frozen=True)
