@@ -36,6 +36,8 @@ APART = 1.25            # ratio of predictions from which on an order is claimed
 LAYOUTS = {
     "data 2": "--micro-batch-size 4",
     "data 2, recomputed": "--micro-batch-size 4 --checkpoint-activations",
+    "tensor 2": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8",
+    "tensor 2, 8 micro-batches": "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 1",
     "pipeline 2, 8 micro-batches": "--pipeline-model-parallel-size 2 --micro-batch-size 1",
     "pipeline 2, 1 micro-batch": "--pipeline-model-parallel-size 2 --micro-batch-size 8",
     "pipeline 2, 1 micro-batch, recomputed":
@@ -49,6 +51,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first three do not count [8]")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE as well")
     parser.add_argument("--link-seconds", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.link_seconds:
@@ -75,6 +78,9 @@ def main() -> int:
         if b[1] / a[1] > APART and b[2] <= a[2]:
             wrong.append(f"{b[0]} should be slower than {a[0]}")
     print("\n".join(wrong) or "ranked right")
+    if asked.json:
+        told = {name: {"predicted": predicted, "measured": measured} for name, predicted, measured in rows}
+        Path(asked.json).write_text(json.dumps({"layouts": told, "wrong": wrong}, indent=1) + "\n")
     return int(bool(wrong))
 
 
