@@ -193,7 +193,7 @@ def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> P
     device, backend = choose_device(config.parallel.distributed_backend, world.local_rank)
     if device.type == "cpu" and not config.watching.log_memory:     # which tells by the system's count of pages
         keep_freed_memory()
-    minutes, products = config.parallel.distributed_timeout_minutes, products_of(device)
+    minutes, products = config.parallel.distributed_timeout_minutes, products_of(device, config.run.cpu_matmul)
     minutes += lookout.how.hang_seconds is not None             # the lookout comes first, and says more
     lookout.connect(connect(world, device, backend, timeout_minutes=minutes))
     mesh = open_mesh(plan.topology, device, products, timeout_minutes=minutes)

@@ -14,7 +14,7 @@ from megazero.parallel.groups import open_mesh
 from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
 from megazero.precision import Dtypes
-from megazero.products import Products
+from megazero.products import Products, products_of
 
 
 class PlainBlock(nn.Module):
@@ -75,10 +75,11 @@ def plain_copy(machine: Machine, model: ModelConfig, vocab: int) -> PlainGPT:
 
 def our_machine(
     model: ModelConfig, vocab: int, zero: Zero, *, topology: Topology = Topology(),
-    dtype: torch.dtype = torch.float32, products: Products = Products(), kernels: Kernels = Kernels(),
+    dtype: torch.dtype = torch.float32, products: Products | None = None, kernels: Kernels = Kernels(),
 ) -> Machine:
     """The engine and the optimizer as the trainer has them, parameters in `dtype`."""
     layers = gpt_layers(GPTSetup(model, vocab, torch.float32, kernels=kernels))
     optimizer = OptimizerConfig(adam_eps=1e-8)
     setup = Setup(Dtypes(dtype, torch.float32), optimizer, zero)
-    return assemble(layers, open_mesh(topology, products=products), setup)
+    mesh = open_mesh(topology, products=products or products_of(torch.device("cpu")))
+    return assemble(layers, mesh, setup)

@@ -30,6 +30,7 @@ from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.planner.devices import LINK_SHARE, MATMUL_SHARE, MEMORY_SHARE, Device  # noqa: E402
 from megazero.planner.layout import layout_of  # noqa: E402
 from megazero.planner.step import predict  # noqa: E402
+from megazero.products import products_of  # noqa: E402
 
 RANKS = 2
 APART = 1.25            # ratio of predictions from which on an order is claimed
@@ -87,7 +88,8 @@ def main() -> int:
 def this_machine() -> Device:
     """One core as a device: its products and passes reach by measure what the planner takes as their shares."""
     a, b = torch.randn(512, 1024), torch.randn(1024, 1024)
-    flops = 2 * a.numel() * 1024 / best(lambda: a @ b)
+    products = products_of(a.device)
+    flops = 2 * a.numel() * 1024 / best(lambda: products.of(a, b))
     large, to = torch.randn(2**24), torch.empty(2**24)
     bandwidth = 2 * large.nbytes / best(lambda: to.copy_(large))
     told = launched([__file__, "--link-seconds"])

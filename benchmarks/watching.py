@@ -40,6 +40,7 @@ from megazero.machine import Machine, Setup, assemble  # noqa: E402
 from megazero.metrics import Metrics  # noqa: E402
 from megazero.parallel.groups import open_mesh  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
+from megazero.products import products_of  # noqa: E402
 from megazero.snapshot import Saver  # noqa: E402
 from megazero.trainer import Asked, Feed, Progress, Schedules, Trainer  # noqa: E402
 from megazero.watching import StepWatch  # noqa: E402
@@ -109,7 +110,7 @@ def race(rank: int, folder: str, args: argparse.Namespace) -> None:
         attention_dropout=0.0, hidden_dropout=0.0,
     )  # fmt: skip
     layers = gpt_layers(GPTSetup(model, args.vocab, torch.float32))
-    machine = assemble(layers, open_mesh(Topology(tensor=RANKS)), Setup())
+    machine = assemble(layers, open_mesh(Topology(tensor=RANKS), products=products_of(torch.device("cpu"))), Setup())
     made = trainers(machine, model, args, Path(folder))
     progress = dict.fromkeys(made, Progress())
     wall: dict[str, list[float]] = {name: [] for name in made}

@@ -310,6 +310,9 @@ class RunConfig:
     attention_backend: Literal["auto", "sdpa", "unfused", "flash", "fused", "local"] = flag(
         "auto", "unfused (or local): products around a softmax; sdpa (or flash, fused): torch's fused attention"
     )
+    cpu_matmul: Literal["auto", "torch", "onednn"] = flag(
+        "auto", "fp32 products on a CPU; auto: oneDNN on AMD's processors with AVX-512, which MKL does not use there"
+    )
     compile: bool = flag(False, "torch.compile what stands between the products, draws and exchanges of a block")
     masked_softmax_fusion: bool = flag(True, "a softmax kernel in unfused attention; --no-...: torch's softmax")
 

@@ -45,6 +45,7 @@ from megazero.parallel.collectives import (  # noqa: E402
 from megazero.parallel.groups import Group, World, choose_device, connect, disconnect, open_mesh  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.p2p import Wires  # noqa: E402
+from megazero.products import describe_products, products_of  # noqa: E402
 from megazero.watching import bus_factor  # noqa: E402
 
 NEEDED = ("torch", "numpy", "safetensors", "sentencepiece", "tensorboard", "tokenizers", "tqdm")
@@ -106,6 +107,7 @@ def machine() -> dict[str, Any]:
         "cpus": os.cpu_count(), "torch_threads": torch.get_num_threads(), "memory_bytes": memory,
         "devices": devices(), "topology": tool("nvidia-smi", "topo", "-m"), "network": network(),
         "impls": {op: "triton" if use_triton(torch.empty(0, device=device()), "auto") else "torch" for op in OPS},
+        "products": products(),
         "variables": {name: value for name, value in sorted(os.environ.items()) if VARIABLES.fullmatch(name)},
     }  # fmt: skip
 
@@ -166,6 +168,12 @@ def read(path: Path) -> str:
         return ""
 
 
+def products() -> list[str]:
+    """What a run would say of its matrix products; nothing: they are as torch takes them."""
+    dtypes = torch.float32, torch.bfloat16
+    return list(dict.fromkeys(line for dtype in dtypes for line in describe_products(products_of(device()), dtype)))
+
+
 def show(report: Mapping[str, Any]) -> None:
     print(f"host       {report['host']}, {report['system']}, Python {report['python']}")
     there = ", ".join(f"{name} {number}" for name, number in report["packages"].items() if number)
@@ -190,6 +198,7 @@ def show(report: Mapping[str, Any]) -> None:
     impls = report["impls"]
     by_impl = {impl: [op for op in impls if impls[op] == impl] for impl in dict.fromkeys(impls.values())}
     print("kernels    " + "; ".join(f"{impl}: {', '.join(ops)}" for impl, ops in by_impl.items()))
+    print(f"products   {'; '.join(report['products']) or 'as torch takes them'}")
     print(f"variables  {', '.join(f'{name}={value}' for name, value in report['variables'].items()) or 'none'}")
 
 

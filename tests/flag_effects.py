@@ -163,6 +163,7 @@ SHOWN = {
     "test_profiling.py::test_a_rank_or_a_step_that_is_not_chosen_has_nothing_around_it": "profile profile_ranks",
     "test_profiling.py::test_the_window_is_traced_and_its_costliest_ops_are_told":
         "profile_dir profile_step_start profile_step_end",
+    "test_products.py::test_a_run_multiplies_by_the_library_that_is_asked_for": "cpu_matmul",
     "test_resume.py::test_c121_a_schedule_goes_on_as_the_flag_says":
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler",
     "test_resume.py::test_c121_without_a_flag_two_schedules_must_be_one": "lr_warmup_iters",

@@ -1,4 +1,4 @@
-"""bf16 products through fp32 on a CPU without bf16 instructions: chosen once, the same numbers, and no product left."""
+"""bf16 products through fp32, fp32 products by oneDNN: chosen once by the CPU, the same numbers, no product left."""
 
 from unittest import mock
 
@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pretrain_gpt
+from megazero import products as products_module
 from megazero.flags import parse
 from megazero.parallel.groups import World, open_mesh
 from megazero.products import Products, describe_products, products_of
@@ -14,21 +15,22 @@ from tests.training import SMALL, Recorder
 
 WIDE = Products(through=torch.float32)
 # Any operation that multiplies matrices; attention's fused op by the start of its name.
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear", "_grouped_mm")
+PRODUCTS = ("_linear_pointwise", "mm", "addmm", "addmm_", "bmm", "baddbmm", "matmul", "linear", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
 
 
 class InBf16(TorchDispatchMode):
-    """Notes products of bf16 tensors."""
+    """Notes products of bf16 tensors, and those by oneDNN."""
 
     def __init__(self):
         super().__init__()
-        self.found, self.products = set(), 0
+        self.found, self.products, self.onednn = set(), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in PRODUCTS or name.startswith(ATTENTION):
             self.products += 1
+            self.onednn += name == "_linear_pointwise"
             if any(isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 for x in args):
                 self.found.add(name)
         return func(*args, **(kwargs or {}))
@@ -53,6 +55,58 @@ def test_the_processor_decides(capabilities, through):
     assert not describe_products(chosen, torch.float32) and not chosen.widens(torch.ones(1))
 
 
+AMD = {"architecture": "x86_64", "sse4a": True, "avx512_f": True, "avx512_bf16": True}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "library", "onednn"),
+    [
+        (AMD, "auto", True),
+        (AMD, "torch", False),
+        (AMD | {"avx512_f": False}, "auto", False),
+        (AMD | {"sse4a": False}, "auto", False),
+        (AMD | {"sse4a": False}, "onednn", True),
+        ({}, "auto", False),
+    ],
+)
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_the_processor_or_the_user_chooses_the_library(capabilities, library, onednn):
+    with (
+        mock.patch.object(torch.cpu, "get_capabilities", lambda: capabilities),
+        mock.patch.object(torch.backends.mkl, "is_available", lambda: True),
+    ):
+        chosen = products_of(torch.device("cpu"), library)
+    assert chosen.onednn == onednn and len(describe_products(chosen, torch.float32)) == onednn
+    with pytest.raises(ValueError, match="--cpu-matmul onednn: needs a run on a CPU"):
+        products_of(torch.device("cuda"), "onednn")
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_products_by_onednn_are_the_same(dtype, monkeypatch):
+    """Of matrices that are cut, transposed and three-dimensional; other dtypes and small products are left to torch."""
+    generator = torch.Generator().manual_seed(1)
+    left, weight, bias = (torch.randn(*n, generator=generator).to(dtype) for n in ((6, 7, 90), (40, 90), (40,)))
+    left, weight = left[:, :, 3:83].transpose(0, 1), weight[:, 10:]
+    rows, fast = left.flatten(0, 1), Products(onednn=True)
+    for small in (0, 2**20):
+        monkeypatch.setattr(products_module, "SMALL", small)
+        with InBf16() as seen:
+            found = [
+                fast.of(left, weight.T), fast.linear(left, weight, bias), fast.linear(left, weight),
+                torch.empty(42, 40, dtype=dtype), torch.ones(80, 80, dtype=torch.promote_types(dtype, torch.float32)),
+            ]
+            fast.into_(found[3], rows, weight.T, bias)
+            fast.add_(found[4], rows.T, rows)
+        assert seen.onednn == (5 if dtype == torch.float32 and small == 0 else 0)
+        exact = left.double() @ weight.double().T
+        expected = [exact, exact + bias, exact, (exact + bias).flatten(0, 1), 1 + rows.double().T @ rows.double()]
+        for got, want in zip(found, expected, strict=True):
+            error = (got - want).abs().max() / want.abs().max()
+            assert error < {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 2**-8}[dtype]
+        assert not found[1]._is_view() and not found[2]._is_view()
+
+
 def test_results_are_rounded_as_those_of_bf16_products():
     """Sums are taken in fp32 either way, in another order perhaps: one unit in the last place at the most."""
     generator = torch.Generator().manual_seed(1)
@@ -74,14 +128,15 @@ def test_results_are_rounded_as_those_of_bf16_products():
 
 
 def train(products, flags):
-    """The losses of two steps, and the products of bf16 tensors among all of them."""
-    config, _ = parse(f"{SMALL} --bf16 --train-iters 2 {flags}".split())
+    """The losses of two steps, and what was seen of all products. `products` None: as the flags say."""
+    config, _ = parse(f"{SMALL} --train-iters 2 {flags}".split())
+    products = products or products_of(torch.device("cpu"), config.run.cpu_matmul)
     plan, record, seen = pretrain_gpt.prepare(config, World()), Recorder(), InBf16()
     trainer, progress = pretrain_gpt.build(plan, open_mesh(plan.topology, products=products), record)
     with seen:
         trainer.train(progress, 2, None)
     assert seen.products > 100
-    return [step["lm_loss"] for step in record.steps], seen.found
+    return [step["lm_loss"] for step in record.steps], seen
 
 
 @pytest.mark.parametrize(
@@ -89,8 +144,19 @@ def train(products, flags):
 )
 def test_no_product_of_a_model_is_taken_in_bf16(flags):
     """Dense layers, experts, attention by torch's op and in three steps, head and loss; forward and backward."""
-    losses, left = train(WIDE, flags)
-    assert not left
-    own, found = train(Products(), flags)
-    assert {"mm", "addmm"} <= found, "this test can see them"
+    losses, seen = train(WIDE, f"--bf16 {flags}")
+    assert not seen.found
+    own, seen = train(Products(), f"--bf16 {flags}")
+    assert {"mm", "addmm"} <= seen.found, "this test can see them"
     assert losses == pytest.approx(own, rel=2e-3)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+def test_a_run_multiplies_by_the_library_that_is_asked_for(monkeypatch):
+    """Experts, dense layers, the head; forward, and both gradients."""
+    monkeypatch.setattr(products_module, "SMALL", 0)
+    flags = "--num-experts 4 --num-layers 2 --expert-interval 2"
+    losses, seen = train(None, f"{flags} --cpu-matmul onednn")
+    own, without = train(None, f"{flags} --cpu-matmul torch")
+    assert without.onednn == 0 and seen.onednn > 0.8 * seen.products
+    assert losses == pytest.approx(own, rel=1e-5)

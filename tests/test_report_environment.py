@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megazero.kernels.dispatch import OPS
+from megazero.products import Products
 from scripts import report_environment as script
 from tests.harness import on_ranks
 
@@ -41,6 +42,8 @@ def test_the_report_tells_versions_kernels_and_faults(tmp_path: Path, capsys: py
     assert {row["op"] for row in report["kernels"] if not row["right"]} == {"dropout_add"}      # not tried
     assert report["network"]["lo"] and report["cpus"] >= 1
     monkeypatch.setattr(script, "differences", lambda *_: {"a": 2.0})
+    monkeypatch.setattr(script, "products_of", lambda device: Products(onednn=True))
     assert script.main(["--ranks", "1"]) == 1
-    assert "WRONG, 2.00 of the tolerance" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "WRONG, 2.00 of the tolerance" in text and "products   fp32 matrix products by oneDNN" in text
     assert [row["right"] for row in script.try_kernels(-1.0)] == [None] * len(OPS)

@@ -117,10 +117,9 @@ class _BlockedExperts(torch.autograd.Function):
         out = torch.empty_like(rows)
         kept = []           # one by one: memory of this size is used again, a large piece comes anew from the system
         for e, own in _blocks(counts):
-            inner = rows.new_empty(own.stop - own.start, up.shape[1])
-            _linear_(inner, rows[own], up[e], weights.up_bias, e, queue.products)
+            inner = queue.products.linear(rows[own], up[e], _bias_of(weights.up_bias, e))
             after, slope = activation.keep(inner)
-            _linear_(out[own], after, down[e], weights.down_bias, e, queue.products)
+            queue.products.into_(out[own], after, down[e].T, _bias_of(weights.down_bias, e))
             kept += [after, slope]
         ctx.save_for_backward(rows, *kept)
         ctx.weights, ctx.activation, ctx.counts, ctx.queue = weights, activation, counts, queue
@@ -154,11 +153,9 @@ def _blocks(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
         start += count
 
 
-def _linear_(
-    out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, expert: int, products: Products
-) -> None:
-    """x [rows, in] times the expert's weight [out, in], into `out`."""
-    products.into_(out, x, weight.T, None if bias is None else bias[expert].flatten())
+def _bias_of(bias: Tensor | None, expert: int) -> Tensor | None:
+    """[out] of one expert."""
+    return None if bias is None else bias[expert].flatten()
 
 
 def _add_weight_gradients(

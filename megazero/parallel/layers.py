@@ -6,7 +6,6 @@ A column-parallel layer gathers the sequence and keeps only its own part for the
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,11 +34,7 @@ class _GatherLinear(torch.autograd.Function):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.group, ctx.queue = weight, bias, group, queue
         rows = all_gather(x, group)                                # [seq, batch, in]
-        matrix = weight.flatten(0, -2)
-        out = rows.new_empty(*rows.shape[:-1], matrix.shape[0])    # not a view, so that it may be changed in place
-        flat, rows = out.flatten(0, -2), rows.flatten(0, -2)
-        queue.products.into_(flat, rows, matrix.T, None if bias is None else bias.flatten())
-        return out
+        return queue.products.linear(rows, weight.flatten(0, -2), None if bias is None else bias.flatten())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -74,7 +69,7 @@ class _LinearScatter(torch.autograd.Function):
         ctx.weight, ctx.group, ctx.queue = weight, group, queue
         # Attention leaves its result batch-first in memory; multiplied as it lies it needs no copy.
         ctx.batch_first = x.stride(0) < x.stride(1)
-        product = partial(queue.products.call, F.linear)
+        product = queue.products.linear
         y = product(x.transpose(0, 1), weight).transpose(0, 1) if ctx.batch_first else product(x, weight)
         return reduce_scatter(y, group)
 
