@@ -49,8 +49,8 @@ LAYOUTS = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8, help="of each run; the first three do not count [8]")
     parser.add_argument("--json", metavar="FILE", help="write the numbers to FILE as well")
     parser.add_argument("--link-seconds", action="store_true", help=argparse.SUPPRESS)
