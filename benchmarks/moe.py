@@ -36,6 +36,7 @@ from megazero.parallel.groups import mesh_on_paper, open_mesh  # noqa: E402
 from megazero.parallel.params import collect, initialize  # noqa: E402
 from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.output import hidden_of  # noqa: E402
+from megazero.products import products_of  # noqa: E402
 
 OURS, DENSE, LOOP = "megazero", "dense", "plain loop"
 MIXTRALS = {"Mixtral, eager": "eager", "Mixtral, grouped_mm": "grouped_mm"}
@@ -81,7 +82,9 @@ class Loop(nn.Module):
 def our_layer(args: argparse.Namespace, topk: int, degree: int) -> MoELayer:
     """The layer as a block of a model has it, with its router's statistics and a balancing loss."""
     topology = Topology(data=degree, expert=degree)
-    mesh = open_mesh(topology) if degree > 1 else mesh_on_paper(topology, 0)
+    cpu = torch.device("cpu")
+    products = products_of(cpu)
+    mesh = open_mesh(topology, cpu, products) if degree > 1 else mesh_on_paper(topology, 0, cpu, products)
     model = ModelConfig(
         num_layers=1, hidden_size=args.hidden, num_attention_heads=1, seq_length=args.tokens, activation="swiglu",
         ffn_hidden_size=args.ffn, disable_bias_linear=True, init_method_std=STD,

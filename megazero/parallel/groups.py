@@ -212,8 +212,10 @@ def new_group(ranks: tuple[int, ...]) -> Any:
     return dist.new_group(list(ranks), use_local_synchronization=True)
 
 
-def mesh_on_paper(topology: Topology, rank: int, device: torch.device = torch.device("cpu")) -> Mesh:
+def mesh_on_paper(
+    topology: Topology, rank: int, device: torch.device = torch.device("cpu"), products: Products = Products()
+) -> Mesh:
     """The mesh as `rank` would see it, without a process group: for planning, printing, and a world of one."""
     if not 0 <= rank < topology.world:
         raise ValueError(f"rank {rank} is not one of the {topology.world} ranks of {topology}")
-    return _mesh(topology, rank, device, lambda ranks: None)
+    return _mesh(topology, rank, device, lambda ranks: None, products)
