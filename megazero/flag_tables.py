@@ -177,22 +177,6 @@ VALUES: dict[str, dict[str, dict[str, Any]]] = {
 # Switches that one family follows by a word, which changes nothing.
 WORDS_OF_SWITCHES = {"profile": (["pt"], ["pt-full"])}
 
-# Fields that say something only beside --profile.
-PROFILE_FIELDS = ("profile_step_start", "profile_step_end", "profile_ranks", "profile_dir")
-
-# Fields that say something only of the loss scale, which is 1 without --fp16.
-LOSS_SCALE_FIELDS = (
-    "loss_scaler", "loss_scale", "initial_loss_scale", "initial_scale_power", "min_loss_scale", "loss_scale_window",
-    "hysteresis", "consecutive_hysteresis", "loss_scale_floor",
-)  # fmt: skip
-
-# Fields that say something only where there is a teacher.
-TEACHER_FIELDS = (
-    "load_teacher", "num_layers_teacher", "hidden_size_teacher", "num_attention_heads_teacher", "num_experts_teacher",
-    "kd_alpha_ce", "kd_beta_ce", "kd_temp", "kd_stop_iteration", "kd_stop_tokens",
-)  # fmt: skip
-
-
 def flags_of(table: dict[str, str]) -> dict[str, tuple[str, str]]:
     """Flag -> (reason, "" or "=" or "*") of a table written by reasons."""
     found = {}

@@ -22,19 +22,17 @@ from .config_schedule import needs_lr
 from .ds_keys import WITHOUT_DEFAULT
 from .flag_families import NAMES, defaults, told_by
 from .flag_file import read_settings
+from .flag_idle import idle_fields
 from .flag_tables import (
     ACCEPTED,
     ACCEPTED_FLAGS,
     ANSWERED,
     LEADERS,
-    LOSS_SCALE_FIELDS,
-    PROFILE_FIELDS,
     REFUSED,
     REFUSED_FLAGS,
     RENAMED,
     REPEATABLE,
     SETS,
-    TEACHER_FIELDS,
     VALUES,
     WORDS_OF_SWITCHES,
 )
@@ -149,9 +147,10 @@ def parse(
             start = vars(vars(base)[section]) if base is not None else {}
             own = {name: values[name] for name in values if settings[name].section == section}
             sections[section] = kind(**(start | own))
-        return Config(**sections), [*told, *notices(reading, values)]
+        config = Config(**sections)
     except ValueError as wrong:
         raise UsageError(in_keys(as_typed(str(wrong), reading.names), reading)) from wrong
+    return config, [*told, *notices(reading, config)]
 
 
 def read(given: list[Given], settings: dict[str, Setting]) -> Reading:
@@ -408,20 +407,13 @@ def require(values: dict[str, Any], settings: dict[str, Setting]) -> None:
         raise UsageError(f"missing: {', '.join(missing)}")
 
 
-def notices(reading: Reading, values: Mapping[str, Any]) -> list[str]:
+def notices(reading: Reading, config: Config) -> list[str]:
     """One line about all flags that were accepted and change nothing."""
     reasons: dict[str, list[str]] = {}
     for typed, reason in reading.accepted.items():
         reasons.setdefault(reason, []).append(typed)
-    if not values.get("fp16"):
-        reasons["the loss is scaled only with --fp16"] = said(reading, LOSS_SCALE_FIELDS)
-    if not values.get("profile"):
-        reasons["nothing is profiled without --profile"] = said(reading, PROFILE_FIELDS)
-    if not (values.get("mos") or values.get("kd")):
-        reasons["there is no teacher without --mos or --kd"] = said(reading, TEACHER_FIELDS)
-    if max(values.get("num_experts", ()), default=1) <= 1:
-        routing = [s.name for s in section_settings("moe", SECTIONS["moe"]) if s.name != "num_experts"]
-        reasons["no layer has experts without --num-experts above 1"] = said(reading, routing)
+    for reason, fields in idle_fields(config):
+        reasons.setdefault(reason, []).extend(said(reading, fields))
     words = [f"{', '.join(flags)} ({reason})" for reason, flags in reasons.items() if flags]
     return [f"accepted without effect: {'; '.join(words)}"] if words else []
 

@@ -28,7 +28,7 @@ from megazero.flags import UsageError, all_settings, parse
 LINE = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
     "--vocab-size 97 --mock-data --tokenizer-type NullTokenizer --num-workers 0 --train-iters 3 --lr 1e-3 "
-    "--lr-decay-style cosine --split 98,2,0"
+    "--lr-decay-style cosine"
 )
 BATCHES = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10}
 CURRICULUM = {

@@ -360,8 +360,37 @@ def test_flags_of_the_loss_scale_are_told_to_be_idle_without_fp16():
     assert notice == (
         "accepted without effect: --loss-scale, --min-loss-scale, --hysteresis (the loss is scaled only with --fp16)"
     )
-    config, notices = parse(f"{BASE} --fp16 {words}".split())
-    assert notices == [] and (config.precision.loss_scale, config.precision.min_loss_scale) == (12.0, 2.0)
+    config, (notice,) = parse(f"{BASE} --fp16 {words}".split())
+    assert (config.precision.loss_scale, config.precision.min_loss_scale) == (12.0, 2.0)
+    assert notice.endswith(": --min-loss-scale, --hysteresis (a constant --loss-scale does not move)")
+
+
+def test_a_flag_that_says_nothing_beside_others_is_told_to():
+    """Nothing is ignored in silence: each flag here counts with the words after it, and not without."""
+    for idle, needs in (
+        ("--save-interval 5", "--save x"), ("--eval-iters 3", "--eval-interval 5"), ("--no-load-optim", "--load x"),
+        ("--override-opt_param-scheduler", "--save x --save-interval 5 --auto-resume"),
+        ("--log-timers-to-tensorboard", "--tensorboard-dir x"), ("--wandb-exp-name x", "--wandb-project x"),
+        ("--timing-log-option all", "--timing-log-level 1"), ("--spike-window 30", "--spike-action stop"),
+        ("--rotary-base 500000", "--position-embedding-type rope"), ("--sgd-momentum 0.5", "--optimizer sgd"),
+        ("--rope-scaling-factor 4", "--use-rope-scaling --position-embedding-type rope"),
+        ("--adam-beta2 0.95", "--optimizer lamb"), ("--lamb-min-coeff 0.1", "--optimizer lamb"),
+        ("--muon-bf16", "--optimizer muon"), ("--lr-wsd-decay-iters 3", "--lr-decay-style WSD"),
+        ("--overlap-param-gather", "--zero-stage 1"), ("--tiktoken-pattern v1", "--tokenizer-type TikTokenizer"),
+        ("--vocab-file x --merge-file x", "--tokenizer-type GPT2BPETokenizer"),
+        ("--tokenizer-model x", "--tokenizer-type HFTokenizer"), ("--hysteresis 3", "--fp16 --loss-scale 0"),
+        ("--expert-tensor-parallel-size 1", "--num-experts 4"), ("--profile-ranks 0", "--profile"),
+        ("--kd-temp 2", "--kd --load-teacher x"), ("--check-replicas 5", ""),
+    ):
+        assert parse(f"{BASE} {idle} {needs}".split())[1] == [], idle
+        without = {"--adam-beta2 0.95": "--optimizer sgd", "--overlap-param-gather": "--zero-stage 0",
+                   "--hysteresis 3": "--fp16 --loss-scale 8", "--spike-window 30": "--spike-action off"}
+        if needs:
+            others = without.get(idle, "--tokenizer-type NullTokenizer")
+            (notice,) = parse(f"{BASE} {idle} {others}".split())[1]
+            assert all(word.replace("_", "-") in notice for word in idle.split() if word.startswith("--")), notice
+    (notice,) = parse(f"{BASE} --split 98,2,0".split())[1]
+    assert notice == "accepted without effect: --split (only --data-path is split)"
 
 
 def test_schedules_with_rates_of_their_own_need_no_lr():
@@ -377,7 +406,7 @@ def test_a_run_may_be_counted_in_tokens_alone():
     """In the manner of Megatron-DeepSpeed, with underscores as they come."""
     words = BASE.replace("--train-iters 10", "--train-tokens 300000000000")
     config, notices = parse(
-        f"{words} --lr_decay_tokens 260e9 --lr_warmup_tokens 375000000 --override-opt_param-scheduler".split()
+        f"{words} --lr_decay_tokens 260e9 --lr_warmup_tokens 375000000 --override-opt_param-scheduler --load x".split()
     )
     assert notices == [] and config.batch.train_tokens == 300 * 10**9
     assert (config.schedule.lr_decay_tokens, config.schedule.lr_warmup_tokens) == (260 * 10**9, 375 * 10**6)
