@@ -200,9 +200,9 @@ class DataConfig:
             read_blend(f"--valid-set {name}:", words)
         if self.sample_order == "megatron" and self.mock_data:
             raise ValueError("--sample-order megatron goes with token files, not with --mock-data")
-        weights = self.split_weights
-        if len(weights) != 3 or sum(weights) <= 0:
-            raise ValueError(f"--split {self.split}: must be up to three weights with a sum above 0")
+        weights, below = self.split_weights, re.search(r"(?:^|[\s,;/])-\s*[\d.]", self.split)
+        if len(weights) != 3 or sum(weights) <= 0 or below:
+            raise ValueError(f"--split {self.split}: must be up to three weights of at least 0 with a sum above 0")
 
     @property
     def split_weights(self) -> tuple[float, ...]:

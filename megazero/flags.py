@@ -250,19 +250,23 @@ def family_defaults(reading: Reading, values: Mapping[str, Any]) -> tuple[dict[s
 
 
 def split_words(argv: Sequence[str]) -> list[Given]:
-    """Flags with the words up to the next flag. A word after `=` belongs to its flag alone."""
+    """Flags with the words up to the next flag, without quotes that a script has left around one."""
     found: list[Given] = []
     for word in argv:
         if word == "-h":
             found.append(Given("--help", []))
         elif word.startswith("--") and len(word) > 2:
             typed, equals, value = word.partition("=")
-            found.append(Given(typed, [value] if equals else []))
+            found.append(Given(typed, [unquoted(value)] if equals else []))
         elif found:
-            found[-1].words.append(word)
+            found[-1].words.append(unquoted(word))
         else:
             raise UsageError(f"unexpected word {word!r} before the first flag")
     return found
+
+
+def unquoted(word: str) -> str:
+    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
 
 
 def read_flag(flag: Given, settings: dict[str, Setting], reading: Reading) -> None:
@@ -337,7 +341,8 @@ def field_value(flag: Given, setting: Setting) -> Any:
             flag.no_word()
         return True
     if setting.many:
-        words = flag.words if setting.kind is str else re.split(r"[,\s]+", " ".join(flag.words).strip(" ,'\""))
+        apart = setting.kind is not str or setting.choices      # other texts may have a comma or a space in them
+        words = re.split(r"[,\s]+", " ".join(flag.words).strip(" ,'\"")) if apart else flag.words
         if not flag.words or words == [""]:
             raise UsageError(f"{flag.typed} takes values, but got none")
         return tuple(one_value(flag, word, setting) for word in words)
@@ -352,11 +357,14 @@ def one_value(flag: Given, word: str, setting: Setting) -> Any:
         same = [choice for choice in setting.choices if choice.casefold() == word.casefold()]
         value: Any = same[0] if same else word
     elif setting.kind in (int, float):
+        word = re.sub(r"(?<=\d)_(?=\d)", "", word)          # 9_765_625, as Python has it
         if not is_number(word) or (setting.kind is int and not float(word).is_integer()):
             kind = "a whole number" if setting.kind is int else "a number"
             raise UsageError(f"{flag.typed} {word}: must be {kind}")
         whole = re.fullmatch(r"[-+]?\d+", word)
         value = int(word) if whole and setting.kind is int else setting.kind(float(word))
+    elif not word:
+        raise UsageError(f"{flag.typed} takes a value, but it is empty")
     else:
         value = word
     try:

@@ -21,9 +21,10 @@ HEAD = """# Flags
 
 Made by `python scripts/flag_table.py` from the tables that the command line is read by. Underscores may stand for
 dashes, `=` or a space before a value, and a choice may be in either case; a flag is never abbreviated. The last of
-several equal flags counts; two that contradict each other are refused. A switch `--x` has its `--no-x`. A list may be
-one word, with spaces or commas. Coming from Megatron-LM, Megatron-DeepSpeed or DeepSpeed: see
-[migration.md](migration.md)."""
+several equal flags counts; two that contradict each other are refused. A switch `--x` has its `--no-x`. A list of
+numbers or choices may be one word, with spaces or commas; 9_765_625 is a number. A flag that says nothing beside the
+others (`--save-interval` without `--save`) is told at the start, as are those without effect. Coming from Megatron-LM,
+Megatron-DeepSpeed or DeepSpeed: see [migration.md](migration.md)."""
 
 
 def main() -> int:

@@ -259,6 +259,12 @@ def test_spelling_is_tolerant_where_it_cannot_mislead():
     words = BASE.replace("--train-iters 10", "--train-samples 1e6")
     assert parse(words.split())[0].batch.train_samples == 1_000_000
     assert isinstance(parse(words.split())[0].batch.train_samples, int)
+    assert parsed("--seed 12_345 --clip-grad 1_0.5").run.seed == 12_345
+    quoted = parse([*BASE.split(), "--lr-decay-style", "'cosine'", '--optimizer="sgd"'])[0]
+    assert (quoted.schedule.lr_decay_style, quoted.optimizer.optimizer) == ("cosine", "sgd")
+    for words in (["aux_loss", "seq_aux_loss"], ["aux_loss seq_aux_loss"], ["AUX_LOSS,seq_aux_loss"]):
+        line = [*BASE.split(), "--moe-router-load-balancing-type", *words]
+        assert parse(line)[0].moe.moe_router_load_balancing_type == ("aux_loss", "seq_aux_loss")
 
 
 def test_the_last_of_equal_flags_counts():
@@ -465,6 +471,11 @@ def test_a_run_may_be_counted_in_tokens_alone():
         ("--zero-stage 3", "--zero-stage 3: must be 0, 1 or 2"),
         ("--data-path corpus", "--mock-data and --data-path corpus: give one of them"),
         ("--valid-set", "--valid-set takes values, but got none"),
+        ("--save=", "--save takes a value, but it is empty"),
+        ("--num-layers=", "--num-layers : must be a whole number"),
+        ("--seed 1__2", "--seed 1__2: must be a whole number"),
+        ("--split 99,-1,2", "--split 99,-1,2: must be up to three weights of at least 0 with a sum above 0"),
+        ("--position-embedding-type alibi", "--position-embedding-type alibi: must be one of learned_absolute, rope"),
         ("--rampup-batch-size 2 x 4", "--rampup-batch-size x: must be a whole number"),
         ("--lr-warmup-samples 3", "--train-iters 10 and --lr-warmup-samples 3"),  # C126
         ("--save x", "--save x needs --save-interval"),
