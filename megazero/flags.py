@@ -165,8 +165,9 @@ def read_file(path: str, settings: dict[str, Setting]) -> Reading:
     """What a file of --config says: null is a field without value, false a switch that is off. UsageError names it."""
     try:
         given, silent = [], {}
-        for name, value in read_settings(path, SECTIONS).items():
-            setting = settings.get(name.replace("-", "_"))
+        for name, value in read_settings(path, SECTIONS, settings).items():
+            dashed, field_name = name.replace("_", "-"), name.replace("-", "_")
+            setting = settings.get(RENAMED.get(dashed, field_name))
             if setting is not None and (value is None or value == [] or (value is False and setting.kind is bool)):
                 if value is None and not setting.optional:
                     raise ValueError(f"{name} must have a value")
@@ -174,7 +175,9 @@ def read_file(path: str, settings: dict[str, Setting]) -> Reading:
                 continue
             switch = value is None or isinstance(value, bool)
             words = value if isinstance(value, list) else [] if switch else [value]
-            if value or not switch or name.replace("_", "-") not in {*ACCEPTED_FLAGS, *REFUSED_FLAGS, *SETS}:
+            negated = settings.get(field_name.removeprefix("no_"))
+            known = dashed in {*ACCEPTED_FLAGS, *REFUSED_FLAGS, *SETS} or negated is not None and negated.kind is bool
+            if value or not switch or not known:
                 given.append(Given(f"--{name}", [str(word) for word in words]))
         reading = read(given, settings)
         if unknown := [f"unknown flag --{name}" for name in ("config", "help") if name in reading.names]:

@@ -571,13 +571,14 @@ def test_a_file_gives_settings_and_the_command_line_counts_more(tmp_path):
 
     flat = {"num-layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq-length": 16, "vocab_size": 97,
             "lr": 1e-3, "micro-batch-size": 2, "train_iters": "1e1", "mock-data": True, "bf16": False,
-            "use-mcore-models": True,
+            "use-mcore-models": True, "no-exit-signal-handler": False, "deepscale": False, "topk": None,
             "num-experts": [4], "eval_interval": None}
     told = read("flat.json", json.dumps(flat))
     assert told == parse(f"{BASE} --num-experts 4".split())[0]
     lines = [*(f"{name}: {json.dumps(value)}" for name, value in flat.items()), "# yes", "clip-grad: 1e-3", ""]
     assert read("flat.yaml", "\n".join(lines)) == replace(told, optimizer=OptimizerConfig(clip_grad=1e-3))
     assert read("flat.json", json.dumps(flat), "--num-layers 6 --fp64").model.num_layers == 6
+    assert read("flat.json", json.dumps(flat | {"optimizer": "sgd"})).optimizer.optimizer == "sgd"    # a section, too
     spoken = read("swiglu.json", json.dumps(flat | {"swiglu": True}), "--activation gelu")
     assert spoken.model.activation == "gelu"
 
@@ -609,6 +610,9 @@ def test_what_is_printed_is_read_back_as_it_was(tmp_path):
         ("a.json", '{"num_layers": null}', "num_layers must have a value"),
         ("a.json", '{"bf16": "yes"}', "--bf16 is a switch and takes no value, but got yes"),
         ("a.json", '{"model": {"lr": 1}, "lr": 2}', "lr stands there twice"),
+        ("a.json", '{"lr": 1, "lr": 2}', "lr stands there twice"),
+        ("a.json", '{"min_lr": 1, "min-lr": 2}', "min-lr stands there twice"),
+        ("a.yaml", "lr: 1\nrun:\n  seed: 1\n  seed: 2", "seed stands there twice, in line 4 again"),
         ("a.yaml", "num-layers: [4", "no YAML: while parsing a flow sequence"),
         ("none.yaml", None, "[Errno 2] No such file or directory"),
     ],
