@@ -435,10 +435,13 @@ def said(reading: Reading, fields: Iterable[str]) -> list[str]:
 
 
 def as_typed(message: str, names: Iterable[str]) -> str:
-    """The message with the flags of RENAMED that are among `names` in place of the fields' own."""
-    for name in dict.fromkeys(names):
-        if name in RENAMED:
-            message = re.sub(rf"{flag_name(RENAMED[name])}(?![\w-])", f"--{name}", message)
+    """The message with the flags of RENAMED that are among `names` in place of the fields' own, but where these are
+    among them too."""
+    typed = dict.fromkeys(names)
+    for name in typed:
+        own = flag_name(RENAMED.get(name, ""))
+        if name in RENAMED and own[2:] not in typed:
+            message = re.sub(rf"{own}(?![\w-])", f"--{name}", message)
     return message
 
 

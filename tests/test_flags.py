@@ -634,6 +634,8 @@ def test_an_error_after_parsing_names_the_flag_that_was_typed():
     assert in_words_of("--moe-expert-parallel-size 3 --bf16".split(), message) == message.replace(
         "--expert-model-parallel-size 3", "--moe-expert-parallel-size 3"
     )
+    both = "--topk and --moe-router-topk contradict each other about --moe-router-topk"
+    assert in_words_of("--topk 1 --moe-router-topk 2".split(), both) == both
     assert in_words_of("--bf16".split(), message) == in_words_of("bf16".split(), message) == message
 
 
