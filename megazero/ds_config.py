@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from .ds_keys import ACCEPTED_KEYS, KNOWN, REFUSED_KEYS, SECTIONS, SETS, SWITCHED, WEAK, WORKED_OUT
+from .ds_keys import (
+    ACCEPTED_KEYS,
+    KNOWN,
+    OF_A_PLACE,
+    PLACES,
+    REFUSED_KEYS,
+    SECTIONS,
+    SETS,
+    SWITCHED,
+    WEAK,
+    WORKED_OUT,
+)
 
 AUTO = "auto"
+SWITCHES = ("wall_clock_breakdown", *(f"{section}.enabled" for section in SWITCHED))
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", list: "numbers in a list"}
 OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd", "lamb": "lamb", "muon": "muon"}
 
@@ -93,6 +105,8 @@ def translated(file: dict[str, Any]) -> Translation:
     if unknown:
         raise ValueError("; ".join(unknown))
     for key, value in leaves.items():
+        if key in SWITCHES and value not in (None, AUTO):
+            _word(key, value, bool)
         if not _counts(key, leaves):
             continue
         if key in REFUSED_KEYS or key in SECTIONS:
@@ -122,15 +136,23 @@ def _leaves(section: dict[str, Any], prefix: str, unknown: list[str]) -> Iterato
     for name, value in section.items():
         key = prefix + name
         if key in KNOWN:
+            if key in PLACES and isinstance(value, dict):
+                strange = (name for name in value if name not in OF_A_PLACE)
+                unknown += [_unknown(f"{key}.", name, value[name], OF_A_PLACE) for name in strange]
             yield key, value
         elif not any(known.startswith(f"{key}.") for known in KNOWN):
-            near = difflib.get_close_matches(name, _names(prefix) or _names(""), n=1)
-            kind = "section" if isinstance(value, dict) else "key"
-            unknown.append(f'unknown {kind} "{key}"' + (f'; did you mean "{prefix}{near[0]}"?' if near else ""))
+            unknown.append(_unknown(prefix, name, value, _names(prefix) or _names("")))
         elif isinstance(value, dict):
             yield from _leaves(value, f"{key}.", unknown)
         elif value is not None and value != AUTO and value is not False:
             raise ValueError(f"{key} {json.dumps(value)}: must be a section, as {{...}}")
+
+
+def _unknown(prefix: str, name: str, value: Any, names: Sequence[str]) -> str:
+    """The line about a name that is not one of `names` below a prefix."""
+    near = difflib.get_close_matches(name, names, n=1)
+    kind = "section" if isinstance(value, dict) else "key"
+    return f'unknown {kind} "{prefix}{name}"' + (f'; did you mean "{prefix}{near[0]}"?' if near else "")
 
 
 def _names(prefix: str) -> list[str]:
@@ -162,6 +184,8 @@ def _is_on(value: Any) -> bool:
     """Whether a section asks for anything: something in it is enabled, or nothing says whether."""
     if not isinstance(value, dict):
         return value not in (None, False, AUTO)
+    if "enabled" in value:                  # then nothing within counts by itself
+        return value["enabled"] not in (None, False, AUTO)
     switches = list(_switches(value))
     return any(switches) if switches else bool(value)
 
@@ -286,11 +310,24 @@ def _unless(found: Translation, key: str, value: Any, leaves: dict[str, Any]) ->
         found.asked.append(_asked(key, WORKED_OUT[key][0], bool, not value))
 
 
+def _text(key: str, leaves: dict[str, Any], default: str) -> str:
+    """What a key says, or the default."""
+    value = leaves.get(key)
+    return default if value in (None, "", AUTO) else _word(key, value, str)
+
+
 def _tensorboard(found: Translation, key: str, value: Any, leaves: dict[str, Any]) -> None:
     if value is True:
-        parts = [leaves.get(f"tensorboard.{name}") for name in ("output_path", "job_name")]
-        folder = PurePosixPath(parts[0] or "", parts[1] or "DeepSpeedJobName")
+        folder = PurePosixPath(
+            _text("tensorboard.output_path", leaves, ""), _text("tensorboard.job_name", leaves, "DeepSpeedJobName")
+        )
         found.asked.append(Asked(key, "tensorboard-dir", (str(folder),), weak=True))
+
+
+def _wandb(found: Translation, key: str, value: Any, leaves: dict[str, Any]) -> None:
+    if value is True:
+        project = _text("wandb.project", leaves, "deepspeed")
+        found.asked.append(Asked(key, "wandb-project", (project,), weak=True))
 
 
 def _timers(found: Translation, key: str, value: Any, leaves: dict[str, Any]) -> None:
@@ -300,7 +337,8 @@ def _timers(found: Translation, key: str, value: Any, leaves: dict[str, Any]) ->
 
 def _flops_profiler(found: Translation, key: str, value: Any, leaves: dict[str, Any]) -> None:
     if value is True:
-        found.asked.append(_asked(key, "flops-profiler", int, leaves.get("flops_profiler.profile_step", 1)))
+        step = leaves.get(told := "flops_profiler.profile_step")
+        found.asked.append(_asked(told, "flops-profiler", int, 1 if step in (None, AUTO) else step))
 
 
 _WORK: dict[str, Rule] = {
@@ -320,6 +358,7 @@ _WORK: dict[str, Rule] = {
     "moe.drop_tokens": _unless,
     "moe.top2_2nd_expert_sampling": _unless,
     "tensorboard.enabled": _tensorboard,
+    "wandb.enabled": _wandb,
     "wall_clock_breakdown": _timers,
     "flops_profiler.enabled": _flops_profiler,
 }

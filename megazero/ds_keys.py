@@ -76,10 +76,11 @@ SETS: dict[str, tuple[str, type]] = {
     "moe.use_rts": ("moe-use-rts", bool),
     "moe.enable_expert_tensor_parallelism": ("enable-expert-tensor-parallelism", bool),
     "steps_per_print": ("log-interval", int),
+    "wandb.team": ("wandb-entity", str),
 }  # fmt: skip
 
 # Of these the flag counts where it is given too: two interpreters of one file, or two places of one kind of output.
-WEAK = ("steps_per_print", "tensorboard")
+WEAK = ("steps_per_print", "wandb.team")
 
 # Keys that one rule of ds_config.py turns into flags, and the flags.
 WORKED_OUT: dict[str, tuple[str, ...]] = {
@@ -106,6 +107,8 @@ WORKED_OUT: dict[str, tuple[str, ...]] = {
     "tensorboard.enabled": (),
     "tensorboard.output_path": ("tensorboard-dir",),
     "tensorboard.job_name": ("tensorboard-dir",),
+    "wandb.enabled": (),
+    "wandb.project": ("wandb-project",),
 }
 
 # Reason -> keys that change nothing.
@@ -123,7 +126,7 @@ ACCEPTED = {
     "an unused parameter has a gradient of zero": "zero_optimization.ignore_unused_parameters",
     "any layout reads any checkpoint": """zero_optimization.elastic_checkpoint zero_optimization.load_from_fp32_weights
         zero_optimization.pipeline_loading_checkpoint checkpoint.tag_validation checkpoint.parallel_write
-        checkpoint.use_node_local_storage checkpoint.writer""",
+        checkpoint.use_node_local_storage checkpoint.writer checkpoint.load_universal""",
     "only parameters that are cut have use for it": """zero_optimization.sub_group_size
         zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
         zero_optimization.stage3_prefetch_bucket_size zero_optimization.stage3_param_persistence_threshold
@@ -169,7 +172,7 @@ REFUSED = {
     "another form of the optimizer's rule": """optimizer.params.amsgrad optimizer.params.nesterov
         optimizer.params.dampening=0 optimizer.params.max_grad_norm=0 optimizer.legacy_fusion""",
     "Adam without bias correction": "optimizer.params.bias_correction=true",
-    "DeepSpeed checkpoints": "checkpoint.load_universal",
+    "groups of Weights & Biases": "wandb.group",
     "another cut of the sequence": "sequence_parallel_size=1",
 }
 
@@ -179,12 +182,21 @@ SECTIONS = {
     "compression_training": "compression", "sparse_attention": "sparse attention", "elasticity": "elastic batches",
     "autotuning": "autotuning", "progressive_layer_drop": "dropping layers", "eigenvalue": "eigenvalues",
     "quantize_training": "quantized training", "weight_quantization": "quantized weights",
-    "hybrid_engine": "the hybrid engine", "nebula": "Nebula", "wandb": "Weights & Biases", "comet": "Comet",
-    "csv_monitor": "CSV files (see --metrics-jsonl)", "compile": "compilation by the configuration file",
+    "hybrid_engine": "the hybrid engine", "nebula": "Nebula", "comet": "Comet",
+    "csv_monitor": "CSV files (see --metrics-jsonl)", "compile": "another compiler (see --compile)",
 }  # fmt: skip
 
 # Sections of which nothing counts where their `enabled` is false, as it is without a word in all but moe.
-SWITCHED = ("fp16", "bf16", "bfloat16", "curriculum_learning", "flops_profiler", "comms_logger", "tensorboard", "moe")
+SWITCHED = (
+    "fp16", "bf16", "bfloat16", "curriculum_learning", "flops_profiler", "comms_logger", "tensorboard", "wandb", "moe",
+)  # fmt: skip
+
+# Sections that say where something lies, and what may stand in them.
+PLACES = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
+OF_A_PLACE = (
+    "device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory", "pipeline", "pipeline_read",
+    "pipeline_write", "fast_init", "ratio",
+)  # fmt: skip
 
 # Flags without which "auto" means nothing: there is no default.
 WITHOUT_DEFAULT = (
