@@ -91,6 +91,15 @@ DENSE = [
     Line("recomputation of other parts", 8, "{large} {steps} {core} {files} --micro-batch-size 2 "
          "--recompute-granularity selective --recompute-modules core_attn moe_act",
          "--recompute-modules core_attn moe_act: not available yet"),
+    Line("gpt2 of 2020", 512, "--num-layers 72 --hidden-size 3072 --num-attention-heads 24 --seq-length 1024 "
+         "--max-position-embeddings 1024 --model-parallel-size 8 --batch-size 4 --train-iters 500000 --lr 1.5e-4 "
+         "--lr-decay-iters 320000 --min-lr 1e-5 --warmup 0.01 --checkpoint-activations --fp16 {files}", FITS),
+    Line("bert", 8, "{large} {steps} {files} --micro-batch-size 4 --mask-prob 0.15 --short-seq-prob 0.1 "
+         "--bert-no-binary-head", "--mask-prob 0.15, --short-seq-prob 0.1, --bert-no-binary-head: not available yet: "
+         "BERT and T5 (pretrain_gpt.py trains decoders)"),
+    Line("mamba", 8, "{large} {steps} {core} {files} --micro-batch-size 4 --hybrid-override-pattern M-M*- "
+         "--spec megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec",
+         "--hybrid-override-pattern M-M*-: not available yet: Mamba and its hybrids; --spec megatron.core.models"),
     Line("full recomputation", 1, "{tiny} {short} {mock} --micro-batch-size 2 --recompute-granularity full "
          "--recompute-method block --recompute-num-layers 2 --fp16 --initial-loss-scale 1024", TRAINS),
     Line("recomputation without a method", 8, "{large} {steps} {mock} --micro-batch-size 2 "
@@ -183,7 +192,8 @@ LLAMA = [
     Line("key heads that do not divide", 8, "{8b} {llama-md} {tokens} {mock} --num-key-value-heads 5 "
          "--micro-batch-size 1", "--num-attention-heads 32 is not divisible by --num-key-value-heads 5"),
     Line("ulysses", 8, "{8b} {llama-md} {tokens} {mock} --micro-batch-size 1 --ds-sequence-parallel-size 4 "
-         "--force-ds-sequence-parallel", "unknown flag --force-ds-sequence-parallel"),
+         "--force-ds-sequence-parallel",
+         "--ds-sequence-parallel-size 4, --force-ds-sequence-parallel: not available yet: context parallelism"),
     Line("latent attention", 8, "{8b} {llama} {samples} {mock} --micro-batch-size 1 --multi-latent-attention "
          "--q-lora-rank 1536 --kv-lora-rank 512 --mscale 1.0", "not available yet: multi-head latent attention"),
     Line("several tokens ahead", 8, "{8b} {llama} {samples} {mock} --micro-batch-size 1 --mtp-num-layers 1 "
@@ -237,6 +247,17 @@ EXPERTS = [
 ]  # fmt: skip
 
 DEEPSPEED = [
+    Line("bloom", 384, "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 --seq-length 2048 --bf16 "
+         "--max-position-embeddings 2048 --micro-batch-size 2 --rampup-batch-size 192 16 9_765_625 "
+         "--global-batch-size 2048 --train-samples 220_000_000 --lr 6e-5 --min-lr 6e-6 --lr-decay-style cosine "
+         "--lr-decay-samples 200_000_000 --lr-warmup-samples 183_105 --pad-vocab-size-to 250880 {md} {files} "
+         "--valid-num-workers 0 --embed-layernorm --pp-partition-method 'type:transformer|embedding'",
+         "--embed-layernorm: not available yet: other norms or attention; --pp-partition-method type:transformer|emb"),
+    Line("bloom without its own norm", 384, "--num-layers 70 --hidden-size 14336 --num-attention-heads 112 "
+         "--seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 2 --rampup-batch-size 192 16 9_765_625 "
+         "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 12 --global-batch-size 2048 --bf16 "
+         "--train-samples 220_000_000 --lr 6e-5 --lr-decay-samples 200_000_000 --lr-warmup-samples 183_105 {mock}",
+         FITS),
     Line("random layers", 8, "{125m} {tokens} {md} {mock} --micro-batch-size 4 --random-ltd "
          "--data-efficiency-curriculum-learning", "--random-ltd, --data-efficiency-curriculum-learning: not available"),
     Line("an optimizer on the host", 8, "{125m} {tokens} {md} {mock} --micro-batch-size 4 --cpu-optimizer "

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..config import DataConfig
 
 SENTENCEPIECE_TYPES = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-HUGGING_FACE_TYPES = ("HuggingFaceTokenizer", "HFTokenizer")
+HUGGING_FACE_TYPES = ("HuggingFaceTokenizer", "HFTokenizer", "PretrainedFromHF")
 WORD_PIECE_TYPES = ("BertWordPieceLowerCase", "BertWordPieceCase")
 NULL_TYPES = ("NullTokenizer", "NullMultimodalTokenizer")
 TYPES = (

@@ -13,7 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megazero.config import DataConfig
-from megazero.data.tokenizer import REPLACEMENT, SENTENCEPIECE_TYPES, TYPES, ByteTokenizer, build_tokenizer
+from megazero.data.tokenizer import (
+    HUGGING_FACE_TYPES,
+    REPLACEMENT,
+    SENTENCEPIECE_TYPES,
+    TYPES,
+    ByteTokenizer,
+    build_tokenizer,
+)
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n\tpass\n" * 30
 UNUSUAL = "naïve café 日本語 🎉 \t  x\r\n"
@@ -192,7 +199,7 @@ def test_all_names_of_both_families_are_known(tmp_path, gpt2_files, hugging_face
     model, tik = sentencepiece_file(tmp_path / "m.model"), tik_file(tmp_path / "tik.json", TIK)
     files = {
         **dict.fromkeys(SENTENCEPIECE_TYPES, {"tokenizer_model": model}),
-        **dict.fromkeys(("HuggingFaceTokenizer", "HFTokenizer"), {"tokenizer_model": str(hugging_face_folder)}),
+        **dict.fromkeys(HUGGING_FACE_TYPES, {"tokenizer_model": str(hugging_face_folder)}),
         **dict.fromkeys(("BertWordPieceLowerCase", "BertWordPieceCase"), {"vocab_file": str(words)}),
         **dict.fromkeys(("NullTokenizer", "NullMultimodalTokenizer", "ByteTokenizer"), {}),
         "GPT2BPETokenizer": gpt2_files,
