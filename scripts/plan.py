@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -27,25 +28,29 @@ from megazero.planner.devices import DEVICES, Device  # noqa: E402
 from megazero.planner.layout import Layout, layout_of  # noqa: E402
 from megazero.planner.search import best_layouts, ladder  # noqa: E402
 from megazero.planner.step import Prediction, hardware_tflops, predict  # noqa: E402
+from megazero.settings import flag_name  # noqa: E402
 
 # Field of Layout -> flags that settle it.
 SETTLES = {
-    "tensor": ("tensor-model-parallel-size",),
+    "tensor": ("tensor-model-parallel-size", "model-parallel-size"),
     "pipeline": ("pipeline-model-parallel-size",),
     "expert": ("expert-model-parallel-size", "moe-expert-parallel-size"),
     "schedule": ("pipeline-schedule", "enable-zbh1-pipeline"),
     "chunks": ("num-virtual-stages-per-pipeline-rank", "num-layers-per-virtual-pipeline-stage"),
-    "micro_batch": ("micro-batch-size",),
+    "micro_batch": ("micro-batch-size", "batch-size"),
     "recompute": (
         "recompute-granularity", "recompute-activations", "checkpoint-activations", "activations-checkpoint-method",
     ),
 }
+INSTEAD = {"world-size": "--gpus", "device-memory-gb": "--gpu-memory-gb"}
 BESIDE = ("recompute-method", "recompute-num-layers", "checkpoint-num-layers", "activations-checkpoint-num-layers")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0; 1 where nothing fits; 2 where the flags are wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--gpus", type=int, required=True, help="devices of the cluster")
     parser.add_argument("--gpu", choices=DEVICES, default="a100-80gb", help="which kind")
     parser.add_argument("--gpus-per-node", type=int, help="devices of a node [8]")
@@ -55,10 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu-tflops", type=float, help="its peak in 16-bit matrix products")
     parser.add_argument("--search", action="store_true", help="weigh all layouts that the given flags leave open")
     parser.add_argument("--best", type=int, default=10, help="how many of them to print [10]")
-    parser.add_argument("--as-json", action="store_true", help="for programs")
+    parser.add_argument("--as-json", "--json", action="store_true", help="for programs")
     asked, words = parser.parse_known_args(argv)
     try:
         given = split_words(words)
+        for flag in given:
+            if flag.name in INSTEAD:
+                raise ValueError(f"{flag.typed} goes with pretrain_gpt.py: give {INSTEAD[flag.name]}")
         config, _ = parse([*words, "--print-layout"])
         vocab = config.model.vocab_size
         if vocab is None:
@@ -76,22 +84,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def device_of(asked: argparse.Namespace) -> Device:
-    """The device, with what was given in place of its data sheet."""
-    given = {
-        "per_node": asked.gpus_per_node, "link": scaled(asked.link_gb_per_s, 1e9),
-        "network": scaled(asked.network_gb_per_s, 1e9), "memory": scaled(asked.gpu_memory_gb, 1e9),
-        "flops": scaled(asked.gpu_tflops, 1e12),
-    }
-    for name, value in given.items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} of a device: must be above 0")
-    if asked.gpus < 1:
-        raise ValueError(f"--gpus {asked.gpus}: must be at least 1")
-    return replace(DEVICES[asked.gpu], **{name: value for name, value in given.items() if value is not None})
-
-
-def scaled(number: float | None, unit: float) -> float | None:
-    return None if number is None else number * unit
+    """The device, with what was given in place of its data sheet. ValueError where a number cannot be."""
+    for name in ("gpus", "best"):
+        if vars(asked)[name] < 1:
+            raise ValueError(f"--{name} {vars(asked)[name]}: must be at least 1")
+    given = {}
+    for name, flag, unit in (
+        ("per_node", "gpus_per_node", 1), ("link", "link_gb_per_s", 1e9), ("network", "network_gb_per_s", 1e9),
+        ("memory", "gpu_memory_gb", 1e9), ("flops", "gpu_tflops", 1e12),
+    ):
+        value = vars(asked)[flag]
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{flag_name(flag)} {value}: must be above 0")
+        given |= {} if value is None else {name: value * unit}
+    return replace(DEVICES[asked.gpu], **given)
 
 
 def search(asked: argparse.Namespace, config: Config, given: Sequence[Given], device: Device) -> int:

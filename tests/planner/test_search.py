@@ -82,7 +82,7 @@ def test_every_step_down_saves_until_it_fits():
 
 def test_one_layout_is_told_with_its_command(plan, capsys):
     words = f"--gpus 64 {BILLION} --micro-batch-size 8 --tensor-model-parallel-size 2"
-    assert plan.main([*words.split(), "--as-json"]) == 0
+    assert plan.main([*words.split(), "--json"]) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert told["data"] == 32 and 0.2 < told["MFU"] < 0.7 and told["fits"]
     config, _ = parse([*told["command"].split()[1:], "--print-layout"])
@@ -117,6 +117,11 @@ def test_what_does_not_fit_is_led_down_the_ladder(plan, capsys):
     assert plan.main(words.split()) == 1
     out = capsys.readouterr().out
     assert "it does not fit into" in out and re.search(r"--zero-stage 2: saves \d+\.\d GB, \d+\.\d GB are left", out)
-    for wrong, message in (("--gpus 33", "world size 33"), ("--gpus 32 --hiden-size 3", "unknown flag --hiden-size")):
+    for wrong, message in (
+        ("--gpus 33", "world size 33"), ("--gpus 32 --hiden-size 3", "unknown flag --hiden-size"),
+        ("--gpus 0", "--gpus 0: must be at least 1"), ("--gpus 32 --best 0", "--best 0: must be at least 1"),
+        ("--gpus 32 --gpu-tflops nan", "--gpu-tflops nan: must be above 0"),
+        ("--gpus 32 --gpus-per 4", "unknown flag --gpus-per"), ("--gpus 32 --world-size 8", "give --gpus"),
+    ):
         assert plan.main(words.replace("--gpus 32", wrong).split()) == 2
-        assert message in capsys.readouterr().err
+        assert message in (told := capsys.readouterr().err) and told.count("\n") == 1
