@@ -39,5 +39,6 @@ def checkpoint_to_load(config: Config, *, speaks: bool) -> Path | None:
         found = snapshot.find(Path(wanted.load), wanted.ckpt_step, say=say)
         if found is None:
             where = Path(wanted.load) if wanted.ckpt_step is None else folder_of(Path(wanted.load), wanted.ckpt_step)
-            raise ValueError(f"--load {wanted.load}: there is no complete checkpoint in {where}")
+            first = "; for a run's first start give --auto-resume instead" if wanted.load == wanted.save else ""
+            raise ValueError(f"--load {wanted.load}: there is no complete checkpoint in {where}{first}")
     return found

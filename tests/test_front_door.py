@@ -83,7 +83,8 @@ WRONG = [
     # C016: data made with a larger vocabulary
     (2, "{data} --data-path {tmp}/wide", "was made with a vocabulary of 131, the tokenizer"),
     # C047: an explicit load of what is not there
-    (2, "{small} --load {tmp}/empty", "--load {tmp}/empty: there is no complete checkpoint"),
+    (2, "{small} --load {tmp}/empty", "--load {tmp}/empty: there is no complete checkpoint in {tmp}/empty\n"),
+    (2, "{small} --load {tmp}/empty --save {tmp}/empty --save-interval 1", "give --auto-resume instead"),
     (2, "{small} --load {tmp}/empty --ckpt-step 7", "there is no complete checkpoint"),
     # C034: no end of document, and something asked of it
     (2, "{small} --eod-mask-loss", "the tokenizer has no end-of-document token"),
