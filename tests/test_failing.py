@@ -120,8 +120,8 @@ HANGS = (
         "rank 1: iteration 3; waits in broadcast over pipeline (ranks 0, 1); collectives begun so far: pipeline ",
     )),
     (skip_a_collective, "", (
-        "rank 0: iteration 3; waits in all_reduce over world (ranks 0, 1); collectives begun so far: data ",
-        "rank 1: iteration 3; waits in all_reduce over data (ranks 0, 1); collectives begun so far: data ",
+        "rank 0: iteration 3; waits in all-reduce over world (ranks 0, 1); collectives begun so far: data ",
+        "rank 1: iteration 3; waits in all-reduce over data (ranks 0, 1); collectives begun so far: data ",
     )),
 )
 
@@ -153,10 +153,10 @@ def test_what_a_rank_does_is_one_line_and_ranks_that_do_the_same_share_it() -> N
     activity.enter("iteration 7")
     activity.run(Backward(2, 1), 4, 9)
     activity.begin("tensor")
-    with activity.waits("all_gather", "tensor", (0, 1)):
+    with activity.waits("all-gather", "tensor", (0, 1)):
         text = describe(activity)
     assert text == (
-        "iteration 7; instruction 5 of 9: Backward(micro=2, stage=1); waits in all_gather over tensor (ranks 0, 1); "
+        "iteration 7; instruction 5 of 9: Backward(micro=2, stage=1); waits in all-gather over tensor (ranks 0, 1); "
         "collectives begun so far: tensor 1"
     )
     assert "waits for nobody" in describe(activity) and activity.beats == 4

@@ -24,7 +24,7 @@ from megazero.flops import model_flops
 from megazero.lookout import Lookout
 from megazero.memory import Memory
 from megazero.metrics import TAGS
-from megazero.parallel.groups import World, mesh_on_paper
+from megazero.parallel.groups import Group, World, mesh_on_paper
 from megazero.parallel.topology import Topology
 from megazero.parallel.watch import OTHER, StepTimes, Traffic, Watch
 from megazero.trainer import Trainer
@@ -129,6 +129,21 @@ def test_only_the_steps_before_a_telling_are_watched():
     quiet = StepWatch(mesh, LoggingConfig(log_interval=1), WatchingConfig())
     quiet.begin(100)
     assert quiet.end() is None                                  # one rank has no peers to be slower than
+
+
+def test_a_collective_has_one_name_for_the_watch_and_for_the_lookout():
+    group = Group("tensor", (4, 5), 0)
+    group.watch.start()
+    with group.begin("all-gather", 8):
+        assert group.activity.waiting == ("all-gather", "tensor", (4, 5)) and group.activity.begun == {"tensor": 1}
+    message = group.begin_message("send", 5, 16).runs_on([Work(Ticks(), 1.0)])
+    assert group.activity.waiting is None
+    message.wait()
+    traffic = group.watch.stop().read().traffic
+    assert {key: (t.calls, t.bytes) for key, t in traffic.items()} == {
+        ("tensor", "all-gather"): (1, 8), ("tensor", "send"): (1, 16),
+    }  # fmt: skip
+    assert group.activity.begun == {"tensor": 1}                # messages are no collectives
 
 
 def test_ranks_meet_before_a_watched_step_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch):

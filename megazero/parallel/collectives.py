@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .activity import Waiting
-from .groups import Group
+from .groups import Exchange, Group
 from .shared_memory import Turn
 
 Result = TypeVar("Result")
@@ -31,10 +30,8 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Sum (or "max", "min") of `x` over the group, in place."""
     if group.size > 1:
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-        call = group.watch.call(group.axis, "all-reduce", x.nbytes)
-        with group.begins("all_reduce"):
+        with group.begin("all-reduce", x.nbytes):
             dist.all_reduce(x, ops[op], group=group.handle)
-        call.over()
     return x
 
 
@@ -53,19 +50,17 @@ class Pending:
     reads until then; `finish` is what is left to do once all has arrived."""
 
     def __init__(
-        self, result: Tensor, works: Sequence[Any] = (), source: Tensor | None = None, *,
-        waiting: Waiting | None = None, finish: Callable[[], None] | None = None,
+        self, result: Tensor, exchange: Exchange | None = None, source: Tensor | None = None, *,
+        finish: Callable[[], None] | None = None,
     ) -> None:
-        self.result, self._works, self._source, self._waiting, self._finish = result, works, source, waiting, finish
+        self.result, self._exchange, self._source, self._finish = result, exchange, source, finish
 
     def wait(self) -> Tensor:
-        if self._works:
-            with self._waiting:
-                for work in self._works:
-                    work.wait()
+        if self._exchange is not None:
+            self._exchange.wait()
         if self._finish is not None:
             self._finish()
-        self._works, self._source, self._finish = (), None, None
+        self._exchange, self._source, self._finish = None, None, None
         return self.result
 
 
@@ -78,22 +73,20 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] * group.size, *x.shape[1:])
-    waiting, call = group.begins("all_gather"), group.watch.call(group.axis, "all-gather", out.nbytes)
+    exchange = group.begin("all-gather", out.nbytes)
     if x.device.type != "cpu":
-        works = call.underway([_ALL_GATHER(out, x, group=group.handle, async_op=True)])
-        return Pending(out, works, x, waiting=waiting)
+        return Pending(out, exchange.runs_on([_ALL_GATHER(out, x, group=group.handle, async_op=True)]), x)
     parts, turn = out.chunk(group.size), _claim(x.nbytes, group)
     if turn is not None:
         turn.lay(x)
     if parts[group.index].data_ptr() != x.data_ptr():
         parts[group.index].copy_(x)
     if turn is not None:
-        works = call.underway([turn])
-        return Pending(out, works, x, waiting=waiting, finish=lambda: _copy_parts(turn, group.index, parts))
+        return Pending(out, exchange.runs_on([turn]), x, finish=lambda: _copy_parts(turn, group.index, parts))
     # gloo gathers into memory of its own and copies it over: 480 MB take two processes 0.48 s, as broadcasts 0.10 s
     pairs = zip(parts, group.ranks, strict=True)
     works = [dist.broadcast(part, rank, group=group.handle, async_op=True) for part, rank in pairs]
-    return Pending(out, call.underway(works), waiting=waiting)
+    return Pending(out, exchange.runs_on(works))
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
@@ -104,23 +97,21 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     x = x.contiguous()
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    waiting, call = group.begins("reduce_scatter"), group.watch.call(group.axis, "reduce-scatter", x.nbytes)
+    exchange = group.begin("reduce-scatter", x.nbytes)
     if x.device.type != "cpu":
-        works = call.underway([_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)])
-        return Pending(out, works, x, waiting=waiting)
+        return Pending(out, exchange.runs_on([_REDUCE_SCATTER(out, x, group=group.handle, async_op=True)]), x)
     parts, others = x.chunk(group.size), [n for n in range(group.size) if n != group.index]
     turn = _claim(x.nbytes - parts[group.index].nbytes, group)
     if turn is not None:
         turn.lay(*(parts[n] for n in others))
         theirs = [turn.part(n, parts[n], group.index - (group.index > n)) for n in others]
-        own, works = parts[group.index], call.underway([turn])
-        return Pending(out, works, x, waiting=waiting, finish=lambda: _add_up(turn, [own, *theirs], out))
+        own = parts[group.index]
+        return Pending(out, exchange.runs_on([turn]), x, finish=lambda: _add_up(turn, [own, *theirs], out))
     # gloo takes three times as long as to send each member its part: 28 ms instead of 9 for 20 MB and two processes
     own, received = parts[group.index], [torch.empty_like(parts[group.index]) for _ in others]
     works = [dist.irecv(part, group.ranks[n], group.handle) for n, part in zip(others, received, strict=True)]
     works += [dist.isend(parts[n], group.ranks[n], group.handle) for n in others]
-    works = call.underway(works)
-    return Pending(out, works, x, waiting=waiting, finish=lambda: _add_up(None, [own, *received], out))
+    return Pending(out, exchange.runs_on(works), x, finish=lambda: _add_up(None, [own, *received], out))
 
 
 def _claim(nbytes: int, group: Group) -> Turn | None:
@@ -149,9 +140,8 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """The sum of `x` over the group, in place, while the caller computes."""
     if group.size == 1:
         return Pending(x)
-    waiting, call = group.begins("all_reduce"), group.watch.call(group.axis, "all-reduce", x.nbytes)
-    works = call.underway([dist.all_reduce(x, group=group.handle, async_op=True)])
-    return Pending(x, works, x, waiting=waiting)
+    exchange = group.begin("all-reduce", x.nbytes)
+    return Pending(x, exchange.runs_on([dist.all_reduce(x, group=group.handle, async_op=True)]), x)
 
 
 def all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
@@ -165,18 +155,16 @@ def start_all_to_all(x: Tensor, group: Group, send: Sequence[int], receive: Sequ
     if group.size == 1:
         return Pending(x)
     x, out = x.contiguous(), x.new_empty(sum(receive), *x.shape[1:])
-    waiting, call = group.begins("all_to_all"), group.watch.call(group.axis, "all-to-all", x.nbytes)
+    exchange = group.begin("all-to-all", x.nbytes)
     work = dist.all_to_all_single(out, x, list(receive), list(send), group=group.handle, async_op=True)
-    return Pending(out, call.underway([work]), x, waiting=waiting)
+    return Pending(out, exchange.runs_on([work]), x)
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """`x` of the group's member number `source`, in place on all."""
     if group.size > 1:
-        call = group.watch.call(group.axis, "broadcast", x.nbytes)
-        with group.begins("broadcast"):
+        with group.begin("broadcast", x.nbytes):
             dist.broadcast(x, group.ranks[source], group=group.handle)
-        call.over()
     return x
 
 
@@ -185,10 +173,8 @@ def gather_objects(value: Any, group: Group) -> list[Any]:
     if group.size == 1:
         return [value]
     values: list[Any] = [None] * group.size
-    call = group.watch.call(group.axis, "objects", 0)
-    with group.begins("gather_objects"):
+    with group.begin("gather-objects"):
         dist.all_gather_object(values, value, group=group.handle)
-    call.over()
     return values
 
 
@@ -212,7 +198,7 @@ def together(group: Group, action: Callable[[], Result]) -> list[Result]:
 def barrier(group: Group) -> None:
     """Wait until every member is here."""
     if group.size > 1:
-        with group.begins("barrier"):
+        with group.begin("barrier"):
             dist.barrier(group=group.handle)
 
 

@@ -7,9 +7,10 @@ are disjoint, so nobody waits for a rank that is busy elsewhere. A group of one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from .activity import Activity, Waiting
 from .meeting import agree_on_meeting
 from .shared_memory import SharedMemory
 from .topology import Topology
-from .watch import DeviceClock, HostClock, Watch
+from .watch import Call, DeviceClock, HostClock, Unwatched, Watch
 from .weights import WeightQueue
 
 # Axes that live in a run's process groups, beside those of layers with few experts; the others exist for arithmetic.
@@ -50,6 +51,37 @@ class World:
         return World(int(env.get("RANK", 0)), size, int(env.get("LOCAL_RANK", 0)), local_size)
 
 
+class Exchange:
+    """A collective or message that has begun: whoever looks for hangs sees who is waited for, and the watch what that
+    costs. As a context it blocks until it is over; else `runs_on` follows at once, and `wait` later.
+    """
+
+    def __init__(self, waiting: Waiting, call: Call | Unwatched) -> None:
+        self._waiting, self._call = waiting, call
+        self._works: Sequence[Any] = ()
+
+    def __enter__(self) -> None:
+        self._waiting.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._waiting.__exit__(kind, error, traceback)
+        if error is None:
+            self._call.over()
+
+    def runs_on(self, works: Sequence[Any]) -> Exchange:
+        """It goes on beside what follows, as these works of torch.distributed."""
+        self._works = self._call.underway(works)
+        return self
+
+    def wait(self) -> None:
+        """Wait until it is over."""
+        with self._waiting:
+            for work in self._works:
+                work.wait()
+
+
 @dataclass(frozen=True)
 class Group:
     """Some ranks in order, and this rank's place among them.
@@ -69,10 +101,14 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
-    def begins(self, name: str) -> Waiting:
-        """A collective of this name begins; a context in which this rank waits for it."""
+    def begin(self, kind: str, nbytes: int = 0) -> Exchange:
+        """A collective of this kind and size begins."""
         self.activity.begin(self.axis)
-        return self.activity.waits(name, self.axis, self.ranks)
+        return Exchange(self.activity.waits(kind, self.axis, self.ranks), self.watch.call(self.axis, kind, nbytes))
+
+    def begin_message(self, kind: str, peer: int, nbytes: int) -> Exchange:
+        """A "send" to the rank `peer` or a "receive" from it begins."""
+        return Exchange(self.activity.waits(kind, self.axis, (peer,)), self.watch.call(self.axis, kind, nbytes))
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,13 @@ which both programs name them, and never queue behind a message of another edge;
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..parallel.activity import Waiting
-from ..parallel.groups import Group, new_group
+from ..parallel.groups import Exchange, Group, new_group
 from .instructions import Send
 from .lower import Program
 
@@ -48,19 +46,6 @@ def edge_rounds(edges: Iterable[Edge]) -> list[list[Edge]]:
     return rounds
 
 
-@dataclass(frozen=True)
-class Message:
-    """A send or receive under way."""
-
-    work: Any
-    waiting: Waiting
-
-    def wait(self) -> None:
-        """Wait until it has gone, or is there."""
-        with self.waiting:
-            self.work.wait()
-
-
 class Wires:
     """The edges that this rank takes part in. Every rank of the pipeline makes them, in the same order."""
 
@@ -71,17 +56,17 @@ class Wires:
             mine = next((edge for edge in this if pipeline.index in edge), (pipeline.index,))
             self._handles[mine] = new_group(tuple(sorted(pipeline.ranks[i] for i in mine)))
 
-    def send(self, x: Tensor, to: int) -> Message:
-        """Start sending; returns the message, whose wait() says that `x` may be changed again."""
-        peer, call = self.pipeline.ranks[to], self.pipeline.watch.call("pipeline", "send", x.nbytes)
-        (work,) = call.underway([dist.isend(_sendable(x), peer, group=self._handles[self.pipeline.index, to])])
-        return Message(work, self.pipeline.activity.waits("send", "pipeline", (peer,)))
+    def send(self, x: Tensor, to: int) -> Exchange:
+        """Start sending; wait() of what is returned says that `x` may be changed again."""
+        peer, handle = self.pipeline.ranks[to], self._handles[self.pipeline.index, to]
+        message = self.pipeline.begin_message("send", peer, x.nbytes)
+        return message.runs_on([dist.isend(_sendable(x), peer, group=handle)])
 
-    def receive(self, x: Tensor, source: int) -> Message:
-        """Start receiving into `x`; returns the message, whose wait() says that `x` is there."""
-        peer, call = self.pipeline.ranks[source], self.pipeline.watch.call("pipeline", "receive", x.nbytes)
-        (work,) = call.underway([dist.irecv(_sendable(x), peer, group=self._handles[source, self.pipeline.index])])
-        return Message(work, self.pipeline.activity.waits("receive", "pipeline", (peer,)))
+    def receive(self, x: Tensor, source: int) -> Exchange:
+        """Start receiving into `x`; wait() of what is returned says that `x` is there."""
+        peer, handle = self.pipeline.ranks[source], self._handles[source, self.pipeline.index]
+        message = self.pipeline.begin_message("receive", peer, x.nbytes)
+        return message.runs_on([dist.irecv(_sendable(x), peer, group=handle)])
 
 
 def _sendable(x: Tensor) -> Tensor:
