@@ -375,14 +375,7 @@ class Config:
                 f"--loss-chunk-size {self.recompute.loss_chunk_size} goes without --kd and --mos: the teacher's logits "
                 "are whole, and the student's are compared with them"
             )
-        beyond = {
-            "--apply-query-key-layer-scaling": self.model.apply_query_key_layer_scaling,
-            f"--softmax-type {self.model.softmax_type}": self.model.sinks,
-        }
-        for name, is_asked in beyond.items():
-            if is_asked and self.run.attention == "sdpa":
-                backend = self.run.attention_backend
-                raise ValueError(f"--attention-backend {backend} has no {name}: auto and unfused have")
+        check_attention(self.model, self.run)
         if chunk is not None and chunk > layers:
             raise ValueError(f"--recompute-num-layers {chunk} is above --num-layers {layers}")
 
@@ -416,6 +409,17 @@ class Config:
 
 
 SECTIONS: dict[str, type] = get_type_hints(Config)
+
+
+def check_attention(model: ModelConfig, run: RunConfig) -> None:
+    """torch's fused attention, where it is asked for by name, has all that the model needs."""
+    beyond = {
+        "--apply-query-key-layer-scaling": model.apply_query_key_layer_scaling,
+        f"--softmax-type {model.softmax_type}": model.sinks,
+    }
+    for name, is_asked in beyond.items():
+        if is_asked and run.attention == "sdpa":
+            raise ValueError(f"--attention-backend {run.attention_backend} has no {name}: auto and unfused have")
 
 
 def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint_index import Index, read_index
-from .config import Config, ModelConfig, check_layout
+from .config import Config, ModelConfig, check_attention, check_layout
 from .gpt import WORD_TABLE, GPTSetup, gpt_layers
 from .machine import Machine
 from .moe.students import Distillation, Teacher, load_teacher
@@ -46,6 +46,7 @@ def find_teacher(
         saved = Config.from_json(json.dumps(index.config))
         model = teachers_model(saved, config, student.vocab)
         check_layout(model, config.parallel)
+        check_attention(model, config.run)
         setup = replace(
             student, model=model, moe=saved.moe, experts=teachers_experts(saved, config),
             dtype=dtypes(config.precision).compute,

@@ -311,6 +311,16 @@ def test_what_cannot_teach_is_refused_in_one_line(flags: str, message: str, teac
         assert str(wrong.value).startswith("--load-teacher ")
 
 
+def test_a_teacher_with_sinks_is_refused_where_the_fused_attention_is_asked_for_by_name(tmp_path: Path) -> None:
+    train(f"--softmax-type learnable --train-iters 1 --save {tmp_path} --save-interval 1")
+    config, _ = parse(f"{SMALL} --mos --load-teacher {tmp_path} --attention-backend flash".split())
+    with pytest.raises(ValueError) as wrong:
+        pretrain_gpt.prepare(config, World())
+    assert str(wrong.value) == (
+        f"--load-teacher {tmp_path}: --attention-backend flash has no --softmax-type learnable: auto and unfused have"
+    )
+
+
 def test_a_teacher_of_the_shape_that_the_flags_say_is_taken(teacher: Path) -> None:
     shape = "--num-layers-teacher 6 --hidden-size-teacher 48 --num-attention-heads-teacher 8 --num-experts-teacher 1"
     assert "kd_loss" in train(f"--mos --load-teacher {teacher} {shape} --train-iters 1").steps[0]
