@@ -49,3 +49,15 @@ def defaults(family: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if family != "megazero" and given.get("disable_bias_linear"):      # no bias, no fused approximation of the GELU
         found["activation"] = "gelu"
     return {name: value for name, value in found.items() if name not in given}
+
+
+def clipping_by_default(given: Mapping[str, Any], norm: float) -> list[str]:
+    """What is said where a file of DeepSpeed's leaves it open whether gradients are clipped, so that they are, at
+    `norm`."""
+    if given.get("deepspeed_config") is None or "clip_grad" in given:
+        return []
+    return [
+        f"neither gradient_clipping nor --clip-grad is given: the gradient's norm is clipped at {norm}, as DeepSpeed "
+        "does since June 2026 and its documentation always said; before, it did not clip, which is "
+        '"gradient_clipping": 0'
+    ]

@@ -20,7 +20,7 @@ from .config import SECTIONS, Config
 from .config_data import NUMBER
 from .config_schedule import needs_lr
 from .ds_keys import WITHOUT_DEFAULT
-from .flag_families import NAMES, defaults, told_by
+from .flag_families import NAMES, clipping_by_default, defaults, told_by
 from .flag_file import read_settings
 from .flag_idle import idle_fields
 from .flag_tables import (
@@ -138,6 +138,7 @@ def parse(
     if base is None:
         silent, told = family_defaults(reading, values)
         values = silent | values
+        told += clipping_by_default(values, settings["clip_grad"].default)
     check_combinations(values, reading.names)
     if base is None:
         require(values, settings)

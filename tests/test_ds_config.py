@@ -164,7 +164,7 @@ def test_every_honoured_key_sets_its_flag_and_no_other_value(key, file):
 @pytest.mark.parametrize("key", ACCEPTED_KEYS)
 def test_every_accepted_key_is_told_once_with_its_reason(key, file):
     _, notices = parsed(file(nested(key, 5)))
-    assert len(notices) == 2 and f"{key} ({ACCEPTED_KEYS[key]})" in notices[1]      # the first: whose defaults count
+    assert len(notices) == 3 and f"{key} ({ACCEPTED_KEYS[key]})" in notices[-1]     # others: defaults, and clipping
     assert key not in " ".join(parsed(file(nested(key, False)))[1])
 
 
@@ -292,6 +292,17 @@ def test_what_is_said_twice_alike_and_what_counts_less_than_a_flag_is_no_contrad
     assert parsed(flags)[0].logging.log_interval == 10 and parsed(flags)[0].precision.loss_scaler == "deepspeed"
     board = {"tensorboard": {"enabled": True, "output_path": "a"}}
     assert parsed(f"{file(board)} --tensorboard-dir b")[0].logging.tensorboard_dir == "b"
+
+
+def test_a_file_that_says_nothing_of_clipping_is_told_what_that_means(file):
+    """DeepSpeed's documentation says 1.0; its code did not clip until June 2026."""
+    for section, flags, clip, lines in (
+        ({}, "", 1.0, 1), ({}, "--clip-grad 0.5", 0.5, 0), ({"gradient_clipping": 0}, "", 0.0, 0),
+        ({"gradient_clipping": "auto"}, "", 1.0, 1),
+    ):  # fmt: skip
+        config, notices = parsed(f"{file(section)} {flags}")
+        assert config.optimizer.clip_grad == clip
+        assert sum("the gradient's norm is clipped at 1.0" in line for line in notices) == lines
 
 
 def test_sizes_of_batches_must_be_one_equation(file):
