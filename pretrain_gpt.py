@@ -11,6 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import gcd
 from pathlib import Path
 
@@ -202,7 +203,7 @@ def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> P
     iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
-        flops=flops_per_token(config, plan.vocab), watching=config.watching, peak=peak_of(config, device),
+        flops=partial(flops_per_token, config, plan.vocab), watching=config.watching, peak=peak_of(config, device),
     )
     silent = left_out(config.data, plan.samples) if config.batch.evaluates and not config.data.mock_data else ()
     multiplied = describe_products(products, dtypes(config.precision).compute)

@@ -91,7 +91,8 @@ def trainers(machine: Machine, model: ModelConfig, args: argparse.Namespace, fol
     made = {}
     for name, (logging, watching) in ways(folder, args.steps).items():
         told = Nobody() if name == BARE else Metrics(
-            logging, iterations=NEVER, world=RANKS, writes=mesh.rank == 0, flops=flops, watching=watching
+            logging, iterations=NEVER, world=RANKS, writes=mesh.rank == 0, flops=lambda seq_length: flops,
+            watching=watching,
         )
         made[name] = Trainer(
             machine, {"train": Feed(loader, mesh, True, 0)}, schedules, asked=Asked(batch, logging), metrics=told,

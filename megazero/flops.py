@@ -6,6 +6,7 @@ A multiply and an add are two operations, and only matrix products count.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 from .config import Config, ModelConfig
@@ -57,9 +58,10 @@ class Flops(NamedTuple):
     hardware: float | None = None
 
 
-def flops_per_token(config: Config, vocab: int) -> Flops:
-    """Both counts for the model and recomputation of a run; `vocab` without padding."""
-    model, shape = config.model, {"vocab": vocab, "batch": 1}
+def flops_per_token(config: Config, vocab: int, seq_length: int | None = None) -> Flops:
+    """Both counts for the model and recomputation of a run; `vocab` without padding. `seq_length`: tokens of a sample
+    where they are not --seq-length, for attention's share depends on it."""
+    model, shape = replace(config.model, seq_length=seq_length or config.model.seq_length), {"vocab": vocab, "batch": 1}
     recompute = config.recompute.recompute_granularity == "full"
     hardware = None if config.moe.any else sc21_flops(model, **shape, recompute=recompute) / model.seq_length
     return Flops(model_flops(model, **shape, moe=config.moe) / model.seq_length, hardware)

@@ -13,8 +13,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,15 @@ class Metrics:
     iterations  of the whole run, for the console
     world       ranks that share the work
     writes      whether this is the rank that speaks
-    flops       operations of one token, all ranks together
+    flops       operations of one token, all ranks together, given the tokens of a sample; None: as many as configured
     peak        operations that a device could do in a second, for MFU; None: that is not known
 
     Raises ValueError, naming the flag, where a file or folder cannot be written.
     """
 
     def __init__(
-        self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool, flops: Flops,
+        self, logging: LoggingConfig, *, iterations: int, world: int, writes: bool,
+        flops: Callable[[int | None], Flops],
         watching: WatchingConfig | None = None, peak: float | None = None,
     ) -> None:
         watching = watching or WatchingConfig()
@@ -115,7 +117,7 @@ class Metrics:
         self._sinks: list[_Console | _Events | _Lines | _Wandb] = []
         self._screen = Screen(iterations, bar=writes and watching.progress_bar)
         if writes:
-            speed = _Speed(Flops(*(count and count / world / 1e12 for count in flops)), peak and peak / 1e12)
+            speed = _Speed(flops, world, peak)
             self._sinks.append(_Console(logging, iterations, speed, self._screen))
             if logging.tensorboard_dir is not None:
                 self._sinks.append(_Events(logging, _Points(logging, speed)))
@@ -172,16 +174,41 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 709.0 else math.inf
 
 
-@dataclass(frozen=True)
 class _Speed:
-    """TFLOP that a rank computes for one token of the run, and those that it could do in a second."""
+    """TFLOP that a rank computes, and those that it could do in a second."""
 
-    tflop: Flops
-    peak: float | None
+    def __init__(self, flops: Callable[[int | None], Flops], world: int, peak: float | None) -> None:
+        self.peak = peak and peak / 1e12
+        self._per_token = cache(lambda seq_length: Flops(*(n and n / world / 1e12 for n in flops(seq_length))))
+        self.has_hardware = self._per_token(None).hardware is not None
 
-    def mfu(self, tokens_per_second: float) -> dict[str, float]:
+    def tflops(self, record: Record) -> Flops:
+        """TFLOP/s of a step."""
+        per_token = self._per_token(record.get("seq_length"))
+        return Flops(*(n and n * record["tokens_per_second"] for n in per_token))
+
+    def mfu(self, tflops: float) -> dict[str, float]:
         """The share of the peak, under the name "mfu"; nothing where that is not known."""
-        return {} if self.peak is None else {"mfu": self.tflop.model * tokens_per_second / self.peak}
+        return {} if self.peak is None else {"mfu": tflops / self.peak}
+
+
+@dataclass
+class _Sums:
+    """Of some steps; TFLOP of one rank."""
+
+    count: int = 0
+    seconds: float = 0.0
+    tokens: float = 0.0
+    tflop: float = 0.0
+    hardware_tflop: float = 0.0
+
+    def add(self, record: Record, tflops: Flops) -> None:
+        """Count a step in."""
+        seconds = record["seconds"]
+        self.count, self.seconds = self.count + 1, self.seconds + seconds
+        self.tokens += seconds * record["tokens_per_second"]
+        self.tflop += seconds * tflops.model
+        self.hardware_tflop += seconds * (tflops.hardware or 0.0)
 
 
 class _Console:
@@ -190,21 +217,19 @@ class _Console:
 
     def __init__(self, logging: LoggingConfig, iterations: int, speed: _Speed, screen: Screen) -> None:
         self.logging, self.iterations, self.speed, self.screen = logging, iterations, speed, screen
-        self.shows_hardware = logging.log_throughput and speed.tflop.hardware is not None
-        self._count, self._seconds, self._tokens = 0, 0.0, 0.0
+        self.shows_hardware = logging.log_throughput and speed.has_hardware
+        self._since = _Sums()                           # the last line
 
     def train(self, record: Record) -> None:
-        self._count += 1
-        self._seconds += record["seconds"]
-        self._tokens += record["seconds"] * record["tokens_per_second"]
+        self._since.add(record, self.speed.tflops(record))
         done = int(record["iteration"])
         if self.logging.shows(done, self.iterations):
             self.screen.print(self._line(record, done))
-            self._count, self._seconds, self._tokens = 0, 0.0, 0.0
+            self._since = _Sums()
         self.screen.advance(done, f"lm loss {record['lm_loss']:.4f}")
 
     def _line(self, record: Record, done: int) -> str:
-        rate = self._tokens / self._seconds
+        since, seconds = self._since, self._since.seconds
         fields = (
             f"iteration {done:>{len(str(self.iterations))}}/{self.iterations}",
             f"consumed samples {record['consumed_samples']}",
@@ -219,11 +244,11 @@ class _Console:
             *(f"{TAGS[key]} {record[key]:.4f}" for key in EXPERT_KEYS if key in record and key in TAGS),
             *([f"loss scale {record['loss_scale']:g}"] if record["loss_scale"] != 1 else []),
             *(["skipped"] if record["skipped"] else []),
-            f"{self._seconds / self._count:.3f} s/iteration",
-            f"{rate:.0f} tokens/s",
-            f"{self.speed.tflop.model * rate:.3g} TFLOP/s per rank",
-            *([f"{self.speed.tflop.hardware * rate:.3g} by SC'21"] if self.shows_hardware else []),
-            *(f"MFU {share:.1%}" for share in self.speed.mfu(rate).values()),
+            f"{seconds / since.count:.3f} s/iteration",
+            f"{since.tokens / seconds:.0f} tokens/s",
+            f"{since.tflop / seconds:.3g} TFLOP/s per rank",
+            *([f"{since.hardware_tflop / seconds:.3g} by SC'21"] if self.shows_hardware else []),
+            *(f"MFU {share:.1%}" for share in self.speed.mfu(since.tflop / seconds).values()),
         )
         return " | ".join(fields)
 
@@ -254,17 +279,17 @@ class _Points:
         self._consumed = record["consumed_samples"]
         if int(record["iteration"]) % logging.tensorboard_log_interval:
             return None
-        rate = record["tokens_per_second"]
+        tflops = self.speed.tflops(record)
         values = {key: value for key, value in record.items() if key in TAGS and key != "seconds"}
-        values |= self.speed.mfu(rate)
+        values |= self.speed.mfu(tflops.model)
         if logging.log_timers_to_tensorboard:
             values["seconds"] = record["seconds"]
         if logging.log_batch_size_to_tensorboard and before is not None:
             values["batch_size"] = self._consumed - before
         if logging.log_throughput:
-            values["tflops"] = self.speed.tflop.model * rate
-            if self.speed.tflop.hardware is not None:
-                values["hardware_tflops"] = self.speed.tflop.hardware * rate
+            values["tflops"] = tflops.model
+            if tflops.hardware is not None:
+                values["hardware_tflops"] = tflops.hardware
         if logging.log_memory_to_tensorboard:
             values |= memory()
         points = {TAGS[key]: value for key, value in values.items()}

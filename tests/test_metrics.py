@@ -48,8 +48,8 @@ def make(tmp_path, *, writes=True, iterations=10, watching=None, peak=None, **lo
     places = {"metrics_jsonl": str(tmp_path / "run" / "m.jsonl"), "tensorboard_dir": str(tmp_path / "run" / "tb")}
     config = LoggingConfig(**({"log_interval": 5} | places | logging))
     return Metrics(
-        config, iterations=iterations, world=4, writes=writes, flops=Flops(2.5e12 * 4 / 512, 4e12 * 4 / 512),
-        watching=watching, peak=peak,
+        config, iterations=iterations, world=4, writes=writes, watching=watching, peak=peak,
+        flops=lambda seq_length: Flops(2.5e12 * 4 / 512, 4e12 * 4 / 512 * (seq_length or 16) / 16),
     )  # fmt: skip
 
 
@@ -72,6 +72,16 @@ def test_one_line_per_interval_and_after_the_last_iteration(tmp_path, capsys):
         "iteration 10/12 | consumed samples 80 | consumed tokens 1280 | lm loss 0.100000 | grad norm 0.5000 | "
         "learning rate 1.0000e-04 | 0.800 s/iteration | 512 tokens/s | 2.5 TFLOP/s per rank"
     )
+
+
+def test_operations_are_those_of_the_tokens_that_the_samples_of_each_step_had(tmp_path, capsys):
+    """Under a curriculum: attention's share of a token's operations grows with the sample."""
+    metrics = make(tmp_path, log_throughput=True, log_interval=2)
+    metrics.train(record(1, seq_length=8))
+    metrics.train(record(2, seq_length=16, seconds=0.75))
+    metrics.close()
+    assert capsys.readouterr().out.endswith("| 512 tokens/s | 2.5 TFLOP/s per rank | 3.5 by SC'21\n")
+    assert scalars(tmp_path)["throughput sc21"] == [(1, 2.0), (2, 4.0)]
 
 
 def test_operations_by_the_formula_of_sc21_stand_beside_those_of_the_model_on_request(tmp_path, capsys):
@@ -193,7 +203,7 @@ def test_tensorboard_has_the_listed_tags(tmp_path):
     assert found["lm loss validation"] == [(2, 1.0)] and found["lm loss test"] == [(2, 1.25)]
     assert found["params-norm"] == [(2, 8.0)] and found["num-zeros"] == [(2, 5.0)]
     assert found["batch-size"] == [(2, 8.0)] and found["throughput"] == [(1, 2.5), (2, 2.5)]
-    assert found["throughput sc21"] == [(1, 4.0), (2, 4.0)]
+    assert found["throughput sc21"] == [(1, 4.0), (2, 2.0)]       # of samples half as long
 
 
 def test_what_was_not_asked_for_is_not_written(tmp_path):
@@ -367,6 +377,11 @@ def test_a_run_counts_what_it_recomputes_beside_what_its_model_needs():
     assert full == pytest.approx((8.88131e15 / token, 1.24701e16 / token), rel=5e-6)
     assert counted() == pytest.approx((8.88131e15 / token, 9.51462e15 / token), rel=5e-6)
     assert counted(moe=MoEConfig(num_experts=(8,))).hardware is None
+    half = flops_per_token(
+        Config(model=GPT_1B, batch=BatchConfig(micro_batch_size=1, train_iters=1), schedule=ScheduleConfig(lr=1.0)),
+        50304, 1024,
+    )
+    assert half.model == model_flops(gpt(24, 2048, 16, seq_length=1024), vocab=50304, batch=1) / 1024
 
 
 def test_operations_of_a_window_are_those_of_the_keys_that_are_seen():
