@@ -258,6 +258,7 @@ def train(trainer: Trainer, progress: Progress, iterations: int, config: Config)
         raise
     finally:
         trainer.saver.close()
+        trainer.metrics.flush()
 
 
 def compute_alike() -> None:

@@ -92,7 +92,7 @@ TAGS = {
 LOAD_TAG = "fullest expert over mean/layer {}"              # of each layer with experts
 TIMER_TAG = "timers/{}"                                     # --log-timers-to-tensorboard, seconds, as watching.py says
 MEMORY_TAG = "memory/{}"                                    # --log-memory, bytes, as memory.py says
-FLUSH_SECONDS = 10      # an event is on the disk after this time at the latest
+FLUSH_SECONDS = 2       # an event is on the disk after this time at the latest
 
 
 class Metrics:
@@ -154,8 +154,14 @@ class Metrics:
         for sink in self._sinks:
             sink.overlap(iteration, early, started)
 
+    def flush(self) -> None:
+        """Training has ended, perhaps by an error: write what is still held back, and take the bar away."""
+        for sink in self._sinks:
+            sink.flush()
+        self._screen.close()
+
     def close(self) -> None:
-        """Write what is still held back."""
+        """The run is over."""
         for sink in self._sinks:
             sink.close()
         self._screen.close()
@@ -262,8 +268,11 @@ class _Console:
         share = f"{early / max(started, 1):.1%}"
         self.screen.print(f"{share} of gradient buckets started before the end of backward: {early} of {started}")
 
-    def close(self) -> None:
+    def flush(self) -> None:
         """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
 
 class _Points:
@@ -344,6 +353,9 @@ class _Events:
         if points:
             self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=points)))
 
+    def flush(self) -> None:
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -373,6 +385,9 @@ class _Wandb:
     def _add(self, values: Mapping[str, float] | None, step: int) -> None:
         if values:
             self._run.log(dict(values), step=step)
+
+    def flush(self) -> None:
+        """It sends what it has by itself."""
 
     def close(self) -> None:
         self._run.finish()
@@ -407,6 +422,9 @@ class _Lines:
 
     def _write(self, record: Mapping[str, object]) -> None:
         self._out.write(json.dumps(_finite(record)) + "\n")
+
+    def flush(self) -> None:
+        """Each line is on the disk already."""
 
     def close(self) -> None:
         self._out.close()

@@ -74,6 +74,13 @@ def test_one_line_per_interval_and_after_the_last_iteration(tmp_path, capsys):
     )
 
 
+def test_what_is_held_back_is_written_where_training_ends_by_an_error(tmp_path):
+    metrics = make(tmp_path)
+    metrics.train(record(1, loss=1.5))
+    metrics.flush()
+    assert scalars(tmp_path)["lm loss"] == [(1, 1.5)]
+
+
 def test_operations_are_those_of_the_tokens_that_the_samples_of_each_step_had(tmp_path, capsys):
     """Under a curriculum: attention's share of a token's operations grows with the sample."""
     metrics = make(tmp_path, log_throughput=True, log_interval=2)

@@ -55,6 +55,9 @@ class Recorder:
     def took(self, what: str, iteration: int, seconds: float) -> None:
         pass
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
