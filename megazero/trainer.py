@@ -202,7 +202,8 @@ class Trainer:
         Raises AgreedError where the loss or the gradient is no longer a finite number; nothing is saved then.
         """
         started, start, saved, reason, self._last = time.monotonic(), progress, progress.iteration, None, iterations
-        self.watching.last = iterations
+        for line in self.watching.starts(progress.iteration, iterations):
+            self.metrics.say(line)
         limit = self.batch.exit_duration_in_mins
         try:
             while progress.iteration < iterations and reason is None:

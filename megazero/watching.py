@@ -57,6 +57,16 @@ class StepWatch:
         self._times, self._steps = StepTimes(), 0
         self._best: dict[int, float] = {}               # rank -> the least it needed for itself so far
 
+    def starts(self, done: int, last: int) -> list[str]:
+        """Training goes on after iteration `done` and ends after `last`. Lines on what is asked for and cannot come."""
+        self.last, step = last, self.asked.flops_profiler
+        if step is None or done < step < last:
+            return []
+        return [
+            f"--flops-profiler {step} has nothing to print: it takes that step and the next, and steps {done + 1} to "
+            f"{last} are run"
+        ]
+
     @property
     def _shows_times(self) -> bool:
         asked = self.asked

@@ -131,6 +131,14 @@ def test_only_the_steps_before_a_telling_are_watched():
     assert quiet.end() is None                                  # one rank has no peers to be slower than
 
 
+def test_a_profile_of_steps_that_are_not_run_is_told():
+    watching = StepWatch(mesh_on_paper(Topology(), 0), LoggingConfig(), WatchingConfig(flops_profiler=5))
+    assert watching.starts(4, 6) == [] and watching.last == 6
+    for done, last in ((0, 5), (5, 9), (0, 3)):
+        (line,) = watching.starts(done, last)
+        assert line.endswith(f"takes that step and the next, and steps {done + 1} to {last} are run")
+
+
 def test_a_collective_has_one_name_for_the_watch_and_for_the_lookout():
     group = Group("tensor", (4, 5), 0)
     group.watch.start()
