@@ -149,6 +149,7 @@ class Saver:
             self._vote.wait()
             self._vote = None
         while self._under_way is not None:
+            self.mesh.activity.enter(f"save of iteration {self._under_way.iteration}")
             wait([self._under_way.work])
             self._advance()
 
