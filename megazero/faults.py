@@ -20,7 +20,7 @@ from .pipe.lower import Program
 from .pipe.output import WithLoss, flat, hidden_of
 from .pipe.stage import Stage
 
-FORWARD, BACKWARD, GRADIENT = range(3)
+PARAMETER, FORWARD, BACKWARD, GRADIENT = range(4)
 
 
 @dataclass(frozen=True, order=True)
@@ -34,7 +34,7 @@ class Fault:
     rank: int
 
     def __str__(self) -> str:
-        micro = "" if self.phase == GRADIENT else f", micro-batch {self.micro}"
+        micro = f", micro-batch {self.micro}" if self.phase in (FORWARD, BACKWARD) else ""
         return f"{self.what} on rank {self.rank}{micro}"
 
 
@@ -42,8 +42,11 @@ def find(machine: Machine, batches: Sequence[Any], program: Program, key: Hashab
     """The first value that is not finite when the step is run again on these micro-batches, the same on all ranks,
     which call it together; None: there is none. Gradients are forgotten."""
     found: list[Fault] = []
-    engine, optimizer = machine.engine, machine.optimizer
+    engine, optimizer, rank = machine.engine, machine.optimizer, machine.mesh.rank
     optimizer.reducer.abandon()
+    for info in (info for bucket in optimizer.buckets for info in bucket.infos):
+        if not _is_sound(info.tensor):
+            found.append(Fault(PARAMETER, 0, optimizer.place(info.name), f"the parameter {info.name}", rank))
     reduction, engine.reduction = engine.reduction, None        # each rank is to see its own gradients
     with _looking(machine, found):
         machine.loss(batches, program, key=key)
@@ -53,7 +56,7 @@ def find(machine: Machine, batches: Sequence[Any], program: Program, key: Hashab
             stages = bucket.homes or (0,)
             if any(not _is_sound(optimizer.reducer.gradient(info.tensor, stage)) for stage in stages):
                 place = optimizer.place(info.name)
-                found.append(Fault(GRADIENT, 0, place, f"the gradient of {info.name}", machine.mesh.rank))
+                found.append(Fault(GRADIENT, 0, place, f"the gradient of {info.name}", rank))
     optimizer.reducer.abandon()
     told = [fault for fault in gather_objects(min(found, default=None), machine.mesh.world) if fault is not None]
     return min(told, default=None)

@@ -24,6 +24,8 @@ from tests.training import SMALL, Recorder, pieces_of
 LAYOUT = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 2"      # and data 2
 PLANTED = 3                             # the iteration that something is planted in
 NORM = "layers.2.attention_norm.weight"
+EXPERT = "layers.0.ffn.experts.up"
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-layer-freq 2"
 
 
 def trainer_of(flags: str, world: int, change: Callable[[Trainer], None] | None) -> tuple[Trainer, Any]:
@@ -77,21 +79,36 @@ def spoil_gradient(trainer: Trainer) -> None:
                 info.tensor.register_hook(lambda grad: grad + (torch.inf if is_at(trainer, PLANTED) else 0.0))
 
 
-def four_ways(folder: str) -> list[dict[str, Any]]:
-    """One rank of four runs in which something is planted in step 3."""
+def spoil_expert(trainer: Trainer) -> None:
+    """One number of one expert, on one rank, from step 3 on."""
+    step = trainer._step
+
+    def spoiling(progress: Any) -> Any:
+        for bucket in trainer.machine.optimizer.buckets if progress.iteration == PLANTED - 1 else ():
+            for info in bucket.infos:
+                if trainer.machine.mesh.rank == 1 and info.name == EXPERT:
+                    info.tensor.data[-1].view(-1)[7] = torch.nan
+        return step(progress)
+
+    trainer._step = spoiling
+
+
+def five_ways(folder: str) -> list[dict[str, Any]]:
+    """One rank of five runs in which something is planted in step 3."""
     flags = f"{LAYOUT} --train-iters 4 --save-interval 1 --keep-last 1"
     return [
         run(f"{flags} --save {folder}/output", 4, spoil_output),
         run(f"{flags} --save {folder}/gradient --zero-stage 2 --overlap-grad-reduce", 4, spoil_gradient),
         run(f"{flags} --save {folder}/once", 4, functools.partial(spoil_output, once=True)),
         run(f"{flags} --save {folder}/late --no-check-for-nan-in-loss-and-grad", 4, spoil_output),
+        run(f"{flags} --save {folder}/expert {EXPERTS}", 4, spoil_expert),
     ]
 
 
 def test_the_step_the_rank_and_the_layer_are_named_and_nothing_is_saved(tmp_path: Path) -> None:
     """C131: also with --keep-last 1 the save before is there. All ranks end with one line: where an output went bad, or
     a gradient; and that it was not computed so, where it is not there when the step is run again."""
-    for output, gradient, once, late in on_ranks(4, four_ways, str(tmp_path), timeout=100):
+    for output, gradient, once, late, expert in on_ranks(4, five_ways, str(tmp_path), timeout=100):
         assert output["error"] == (
             "iteration 3: loss nan, gradient norm nan: not finite, first in the output of layers.2 on rank 3, "
             "micro-batch 1: training stops here without saving; the last checkpoint is good"
@@ -99,7 +116,8 @@ def test_the_step_the_rank_and_the_layer_are_named_and_nothing_is_saved(tmp_path
         assert f"gradient norm inf: not finite, first in the gradient of {NORM} on rank 3: " in gradient["error"]
         assert "not when the step is run again, which points to the hardware" in once["error"]
         assert "iteration 3: loss nan, gradient norm nan: not finite" in late["error"]
-    for name in ("output", "gradient", "once", "late"):
+        assert f"not finite, first in the parameter {EXPERT} on rank 1: training stops here" in expert["error"]
+    for name in ("output", "gradient", "once", "late", "expert"):
         assert [path.parent.name for path in tmp_path.glob(f"{name}/*/index.json")] == ["iter_0000002"]
 
 
