@@ -22,7 +22,7 @@ from megazero.allocator import keep_freed_memory
 from megazero.batch_sizes import BatchSizes, constant, tokens_of
 from megazero.checkpoint import Writing
 from megazero.checkpoint_index import read_index
-from megazero.config import Config, DataConfig, LoggingConfig, OperationsConfig, check_world
+from megazero.config import Config, check_world
 from megazero.data.corpora import left_out
 from megazero.data.loader import DocumentRules, Loader, Share
 from megazero.data.samples import SampleSource
@@ -40,8 +40,8 @@ from megazero.metrics import Metrics, check_places
 from megazero.moe.pyramid import describe_experts
 from megazero.moe.statistics import statistics_of
 from megazero.moe.students import Teacher
-from megazero.parallel.collectives import AgreedError, barrier, gather_objects
-from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
+from megazero.parallel.collectives import AgreedError, barrier
+from megazero.parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh, speaks_for_host
 from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
 from megazero.parts import open_parts, rules_of
@@ -55,7 +55,7 @@ from megazero.profiling import Profile
 from megazero.resume import as_resumed, check_same_model, differences, with_agreed_schedule
 from megazero.retention import Retention
 from megazero.saver import Saver, Saving
-from megazero.starting import check_save, checkpoint_to_load
+from megazero.starting import check_same_everywhere, check_save, checkpoint_to_load, fingerprints
 from megazero.summary import decay_groups, early_buckets, rank_bytes, stage_2_traffic
 from megazero.teacher import find_teacher, taught
 from megazero.trainer import Asked, Feed, Progress, Schedules, Trainer
@@ -75,8 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         plan = prepare(config, world)
     except (ValueError, OSError) as wrong:
-        if world.local_rank == 0:
-            print(f"pretrain_gpt.py: error: {in_words_of(words, str(wrong))}", file=sys.stderr)
+        if speaks_for_host(world):
+            which = f" (rank {world.rank} of {world.size})" if world.local_rank else ""
+            print(f"pretrain_gpt.py: error: {in_words_of(words, str(wrong))}{which}", file=sys.stderr)
         return 2
     with Lookout(world, watched(config)) as lookout:
         run(plan, world, notices, lookout)
@@ -196,10 +197,12 @@ def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> P
         keep_freed_memory()
     minutes, products = config.parallel.distributed_timeout_minutes, products_of(device, config.run.cpu_matmul)
     minutes += lookout.how.hang_seconds is not None             # the lookout comes first, and says more
-    lookout.connect(connect(world, device, backend, timeout_minutes=minutes))
+    store = connect(world, device, backend, timeout_minutes=minutes)
+    lookout.connect(store)
+    if store is not None:                   # before any group is made, which would wait where layouts differ
+        check_same_everywhere(config, seen_by(plan), world, store.clone())
     mesh = open_mesh(plan.topology, device, products, timeout_minutes=minutes)
     lookout.activity = mesh.activity
-    check_same_everywhere(plan, mesh)
     iterations = plan.iterations
     metrics = Metrics(
         config.logging, iterations=iterations, world=mesh.world.size, writes=mesh.rank == 0,
@@ -270,24 +273,17 @@ def compute_alike() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False     # nothing reads what it has not written
 
 
-def check_same_everywhere(plan: Plan, mesh: Mesh) -> None:
-    """Hosts that see other files must not train together: raises AgreedError where the settings or the checkpoint
-    differ between ranks."""
-    checkpoint = None if plan.checkpoint is None else (plan.checkpoint.name, plan.reached)
+def seen_by(plan: Plan) -> dict[str, object]:
+    """What must not differ between ranks, as files of their hosts say it."""
     teacher = None if plan.teacher is None else plan.teacher.folder.name
-    may_differ = {"logging": LoggingConfig(), "data": DataConfig(mock_data=True), "operations": OperationsConfig()}
-    settings = replace(plan.config, **may_differ)
-    told = gather_objects((checkpoint, settings, teacher), mesh.world)
-    for rank, (other, theirs, its) in enumerate(told):
-        if other != told[0][0]:
-            raise AgreedError(
-                f"rank {rank} would start from {other and other[0]} and rank 0 from {told[0][0] and told[0][0][0]}: "
-                "the folder of checkpoints (--load, --save) must be the same one on all hosts"
-            )
-        if its != told[0][2]:
-            raise AgreedError(f"--load-teacher: rank {rank} finds {its} and rank 0 {told[0][2]}")
-        if theirs != told[0][1]:
-            raise AgreedError(f"rank {rank} was started with other flags than rank 0")
+    checkpoint = None if plan.checkpoint is None else plan.checkpoint.name
+    return {
+        "the checkpoint to start from (--load and --save must be one folder for all hosts)": checkpoint,
+        "what it says of the progress": dict(plan.reached),
+        "the teacher (--load-teacher)": teacher,
+        "tokens of the vocabulary (the tokenizer's files)": plan.vocab,
+        "the samples (the corpora must be equal on all hosts)": fingerprints(plan.samples, plan.config.data),
+    }
 
 
 def build(plan: Plan, mesh: Mesh, metrics: Metrics) -> tuple[Trainer, Progress]:

@@ -7,6 +7,7 @@ are disjoint, so nobody waits for a rank that is busy elsewhere. A group of one 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,6 +27,8 @@ from .weights import WeightQueue
 
 # Axes that live in a run's process groups, beside those of layers with few experts; the others exist for arithmetic.
 LIVE_AXES = ("tensor", "pipeline", "data", "tied_data", "world", "expert", "expert_data", "expert_tensor")
+
+FIRST_SECONDS = 2.0     # in which the first process of a host says that it cannot start either
 
 # What gloo says where the other end of a connection is gone.
 LOST_PEER = (
@@ -180,6 +183,23 @@ def connect(world: World, device: torch.device, backend: str, *, timeout_minutes
         store = dist.PrefixStore(agree_on_meeting(store, rank, size, limit), store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return dist.PrefixStore("lookout", store.clone())
+
+
+def speaks_for_host(world: World) -> bool:
+    """Whether this process is to tell of an error that came before the processes met: the first one of each host, and
+    another only where the first one has none to tell of, which only torchrun's store can say."""
+    env = os.environ
+    if world.local_rank == 0 and world.size == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return world.local_rank == 0
+    key = f"wrong start/{env.get('GROUP_RANK')}/{env.get('TORCHELASTIC_RESTART_COUNT')}"
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=FIRST_SECONDS)))
+        end = time.monotonic() + FIRST_SECONDS * (world.local_rank > 0)
+        while time.monotonic() < end and not store.check([key]):
+            time.sleep(0.05)
+        return int(store.compare_set(key, "", str(world.local_rank))) == world.local_rank
+    except RuntimeError:                                    # there is no store any more
+        return world.local_rank == 0
 
 
 def is_lost_peer(error: BaseException) -> bool:
