@@ -113,8 +113,9 @@ class Feed:
         )
         tokens, faults, stops = all_reduce(told, world).tolist()
         if faults:
-            first = next(line for line in gather_objects(None if wrong is None else str(wrong), world) if line)
-            raise AgreedError(first)
+            told = enumerate(gather_objects(None if wrong is None else str(wrong), world))
+            rank, first = next((rank, line) for rank, line in told if line)
+            raise AgreedError(f"{first} (rank {rank} of {world.size})" if world.size > 1 else first)
         if stops:
             raise Stopped
         return batches, int(tokens)
@@ -230,6 +231,9 @@ class Trainer:
             self._read()
             if self.batch.eval_interval and reason is None:
                 self.evaluate_all(progress)
+        except AgreedError:
+            self._read()                                    # the step before was made
+            raise
         except Stopped:
             self._read()
             reason = self._reason()

@@ -93,8 +93,22 @@ def spoil_expert(trainer: Trainer) -> None:
     trainer._step = spoiling
 
 
-def five_ways(folder: str) -> list[dict[str, Any]]:
-    """One rank of five runs in which something is planted in step 3."""
+def misread(trainer: Trainer) -> None:
+    """One rank's disk fails in step 3."""
+    loader = trainer.feeds["train"].loader
+    read = loader.global_batch
+
+    def failing(*args: Any) -> Any:
+        if is_at(trainer, PLANTED):
+            raise OSError("planted: no such disk")
+        return read(*args)
+
+    if trainer.machine.mesh.rank == 2:
+        loader.global_batch = failing
+
+
+def six_ways(folder: str) -> list[dict[str, Any]]:
+    """One rank of six runs in which something is planted in step 3."""
     flags = f"{LAYOUT} --train-iters 4 --save-interval 1 --keep-last 1"
     return [
         run(f"{flags} --save {folder}/output", 4, spoil_output),
@@ -102,13 +116,14 @@ def five_ways(folder: str) -> list[dict[str, Any]]:
         run(f"{flags} --save {folder}/once", 4, functools.partial(spoil_output, once=True)),
         run(f"{flags} --save {folder}/late --no-check-for-nan-in-loss-and-grad", 4, spoil_output),
         run(f"{flags} --save {folder}/expert {EXPERTS}", 4, spoil_expert),
+        run(f"{flags} --save {folder}/disk", 4, misread),
     ]
 
 
 def test_the_step_the_rank_and_the_layer_are_named_and_nothing_is_saved(tmp_path: Path) -> None:
     """C131: also with --keep-last 1 the save before is there. All ranks end with one line: where an output went bad, or
     a gradient; and that it was not computed so, where it is not there when the step is run again."""
-    for output, gradient, once, late, expert in on_ranks(4, five_ways, str(tmp_path), timeout=100):
+    for output, gradient, once, late, expert, disk in on_ranks(4, six_ways, str(tmp_path), timeout=100):
         assert output["error"] == (
             "iteration 3: loss nan, gradient norm nan: not finite, first in the output of layers.2 on rank 3, "
             "micro-batch 1: training stops here without saving; the last checkpoint is good"
@@ -117,7 +132,8 @@ def test_the_step_the_rank_and_the_layer_are_named_and_nothing_is_saved(tmp_path
         assert "not when the step is run again, which points to the hardware" in once["error"]
         assert "iteration 3: loss nan, gradient norm nan: not finite" in late["error"]
         assert f"not finite, first in the parameter {EXPERT} on rank 1: training stops here" in expert["error"]
-    for name in ("output", "gradient", "once", "late", "expert"):
+        assert disk["error"] == "planted: no such disk (rank 2 of 4)" and len(disk["losses"]) == 2
+    for name in ("output", "gradient", "once", "late", "expert", "disk"):
         assert [path.parent.name for path in tmp_path.glob(f"{name}/*/index.json")] == ["iter_0000002"]
 
 
