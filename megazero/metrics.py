@@ -115,6 +115,7 @@ class Metrics:
         watching = watching or WatchingConfig()
         self.writes = writes
         self._sinks: list[_Console | _Events | _Lines | _Wandb] = []
+        self._failing: set[str] = set()                 # sinks that could not write
         self._screen = Screen(iterations, bar=writes and watching.progress_bar)
         if writes:
             speed = _Speed(flops, world, peak)
@@ -136,35 +137,41 @@ class Metrics:
         where there are experts."""
         more = {*EXTRA_KEYS, *WATCHED_KEYS, *EXPERT_KEYS}
         assert set(record) - more == set(TRAIN_KEYS), sorted(set(record) ^ set(TRAIN_KEYS))
-        for sink in self._sinks:
-            sink.train(record)
+        self._tell(lambda sink: sink.train(record))
 
     def evaluation(self, split: str, iteration: int, loss: float) -> None:
         """The token-mean loss of "valid", "test" or a named validation set after an iteration."""
-        for sink in self._sinks:
-            sink.evaluation(split, iteration, loss)
+        self._tell(lambda sink: sink.evaluation(split, iteration, loss))
 
     def took(self, what: str, iteration: int, seconds: float) -> None:
         """What stands between steps, a checkpoint or an evaluation, and stops training for so long."""
-        for sink in self._sinks:
-            sink.took(what, iteration, seconds)
+        self._tell(lambda sink: sink.took(what, iteration, seconds))
 
     def overlap(self, iteration: int, early: int, started: int) -> None:
         """At the end of a run: of the reductions of gradient buckets, how many began before the backward's end."""
-        for sink in self._sinks:
-            sink.overlap(iteration, early, started)
+        self._tell(lambda sink: sink.overlap(iteration, early, started))
 
     def flush(self) -> None:
         """Training has ended, perhaps by an error: write what is still held back, and take the bar away."""
-        for sink in self._sinks:
-            sink.flush()
+        self._tell(lambda sink: sink.flush())
         self._screen.close()
 
     def close(self) -> None:
         """The run is over."""
-        for sink in self._sinks:
-            sink.close()
+        self._tell(lambda sink: sink.close())
         self._screen.close()
+
+    def _tell(self, what: Callable[[Any], None]) -> None:
+        """Tell every sink. No log is worth the run: of one whose disk is full only a warning is given, once."""
+        for sink in self._sinks:
+            try:
+                what(sink)
+            except OSError as error:
+                if sink.name is None:                       # the console, where a warning would be given
+                    raise
+                if sink.name not in self._failing:
+                    self._failing.add(sink.name)
+                    self.say(f"warning: {sink.name}: {error.strerror or error}: what the run tells there is lost")
 
 
 def memory() -> dict[str, int]:
@@ -220,6 +227,8 @@ class _Sums:
 class _Console:
     """A line every --log-interval iterations and after the last: figures of that iteration, times since the last
     line."""
+
+    name = None
 
     def __init__(self, logging: LoggingConfig, iterations: int, speed: _Speed, screen: Screen) -> None:
         self.logging, self.iterations, self.speed, self.screen = logging, iterations, speed, screen
@@ -326,10 +335,11 @@ class _Events:
         self.points = points
         self._begun = False
         folder = logging.tensorboard_dir
+        self.name = f"--tensorboard-dir {folder}"
         try:
             self._writer = EventFileWriter(folder, logging.tensorboard_queue_size, FLUSH_SECONDS)
         except OSError as error:
-            raise ValueError(f"--tensorboard-dir {folder}: cannot be written: {error.strerror}") from error
+            raise ValueError(f"{self.name}: cannot be written: {error.strerror}") from error
 
     def train(self, record: Record) -> None:
         done = int(record["iteration"])
@@ -364,7 +374,7 @@ class _Wandb:
     """Weights & Biases, with TensorBoard's tags."""
 
     def __init__(self, watching: WatchingConfig, points: _Points) -> None:
-        self.points = points
+        self.points, self.name = points, f"--wandb-project {watching.wandb_project}"
         self._run: Any = importlib.import_module("wandb").init(
             project=watching.wandb_project, name=watching.wandb_exp_name, entity=watching.wandb_entity,
             dir=watching.wandb_save_dir,
@@ -397,12 +407,13 @@ class _Lines:
     """JSON lines at full precision, each on the disk as soon as it is known; a resumed run adds to the file."""
 
     def __init__(self, path: Path) -> None:
+        self.name = f"--metrics-jsonl {path}"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = path.exists() and _is_torn(path)
             self._out = open(path, "a", buffering=1, encoding="utf-8")
         except OSError as error:
-            raise ValueError(f"--metrics-jsonl {path}: cannot be written: {error.strerror}") from error
+            raise ValueError(f"{self.name}: cannot be written: {error.strerror}") from error
         if torn:
             self._out.write("\n")
 

@@ -81,6 +81,19 @@ def test_what_is_held_back_is_written_where_training_ends_by_an_error(tmp_path):
     assert scalars(tmp_path)["lm loss"] == [(1, 1.5)]
 
 
+def test_a_full_disk_of_the_logs_does_not_end_the_run(tmp_path, capsys):
+    """It is told once, and what can be told is."""
+    metrics = make(tmp_path, metrics_jsonl="/dev/full", log_interval=1)
+    for iteration in (1, 2):
+        metrics.train(record(iteration))
+    metrics.flush()
+    metrics.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in lines] == ["iteration", "warning: ", "iteration"]
+    assert lines[1] == "warning: --metrics-jsonl /dev/full: No space left on device: what the run tells there is lost"
+    assert scalars(tmp_path)["lm loss"] == [(1, 2.0), (2, 2.0)]
+
+
 def test_operations_are_those_of_the_tokens_that_the_samples_of_each_step_had(tmp_path, capsys):
     """Under a curriculum: attention's share of a token's operations grows with the sample."""
     metrics = make(tmp_path, log_throughput=True, log_interval=2)
