@@ -32,6 +32,13 @@ def test_every_collective_is_tried_and_timed():
         assert [row["right"] for row in rows] == [False] * len(script.SIZES)
 
 
+@pytest.mark.parametrize("flags", ["--json /none/such.json", "--ranks 0", "--seconds 0"])
+def test_a_flag_that_cannot_be_is_told_before_the_test(flags: str, capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit) as left:
+        script.main(flags.split())
+    assert left.value.code == 2 and flags.split()[0] in capsys.readouterr().err
+
+
 def test_the_report_tells_versions_kernels_and_faults(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch):
     file = tmp_path / "report.json"
     assert script.main(["--ranks", "1", "--seconds", "100", "--json", str(file)]) == 0
