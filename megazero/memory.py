@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 PROCESS = Path("/proc/self")
 
 

@@ -17,7 +17,7 @@ import torch
 from .config import LoggingConfig
 from .config_watching import WatchingConfig
 from .layer_profile import LayerProfile
-from .memory import GIB, Memory
+from .memory import GIB, MIB, Memory
 from .parallel.collectives import all_reduce, gather_objects
 from .parallel.groups import Mesh
 from .parallel.watch import OTHER, Key, Recording, StepTimes, Traffic
@@ -227,13 +227,15 @@ def traffic_table(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     for row in rows:
         lines.append(
-            f"{row['group']:<14}{row['ranks']:>6}  {row['collective']:<15}{row['calls']:>7}"
+            f"{row['group']:<14}{row['ranks']:>6}  {row['collective']:<15}{row['calls']:>7.4g}"
             f"{row['bytes'] / 2**20:>10.3f}"
-            f"{1e3 * row['waited']:>11.2f}{1e3 * row['lasted']:>11.2f}{row['bus_bytes_per_second'] / 1e9:>10.2f}"
+            f"{1e3 * row['waited']:>11.2f}{1e3 * row['lasted']:>11.2f}{row['bus_bytes_per_second'] / 1e9:>10.3g}"
         )
     return lines
 
 
 def memory_line(memory: Mapping[str, int]) -> str:
     """Memory of the fullest rank, by class."""
-    return "GiB of the fullest rank | " + " | ".join(f"{name} {size / GIB:.3f}" for name, size in memory.items())
+    unit, size_of_unit = ("GiB", GIB) if max(memory.values()) >= GIB else ("MiB", MIB)
+    told = " | ".join(f"{name} {size / size_of_unit:.3f}" for name, size in memory.items())
+    return f"{unit} of the fullest rank | {told}"

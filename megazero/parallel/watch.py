@@ -54,14 +54,15 @@ class DeviceClock:
 class Traffic:
     """What was done over one group in one way.
 
+    calls    as a mean of steps, perhaps no whole number
     bytes    of all calls: of the whole tensor that a call reduces, gathers, scatters, exchanges or sends
     waited   seconds in which this rank did nothing else
     lasted   seconds from the start of each call until this rank knew that it was over, summed; where the rank computes
              beside a call, more than the call itself took
     """
 
-    calls: int = 0
-    bytes: int = 0
+    calls: float = 0
+    bytes: float = 0
     waited: float = 0.0
     lasted: float = 0.0
 
@@ -83,11 +84,11 @@ class StepTimes:
             own.waited, own.lasted = own.waited + more.waited, own.lasted + more.lasted
 
     def over(self, steps: int) -> StepTimes:
-        """The mean of so many steps; calls and bytes are rounded."""
+        """The mean of so many steps."""
         return StepTimes(
             {phase: seconds / steps for phase, seconds in self.phases.items()},
             {
-                key: Traffic(round(t.calls / steps), round(t.bytes / steps), t.waited / steps, t.lasted / steps)
+                key: Traffic(t.calls / steps, t.bytes / steps, t.waited / steps, t.lasted / steps)
                 for key, t in self.traffic.items()
             },
         )
