@@ -37,6 +37,7 @@ FAST = 0.05
 BEAT = 5.0              # seconds between signs of life
 SILENCE = 30.0          # seconds without one after which a rank counts as lost
 GRACE = 5.0             # seconds in which a rank leaves by itself when another has failed
+BEHIND = 0.3            # seconds that it stays behind that one, so that torchrun sees which was the first
 PATIENCE = 10.0         # seconds for all ranks to say what they do when the job hangs
 PROGRAM = "pretrain_gpt.py"
 
@@ -109,6 +110,8 @@ class Lookout:
 
     def _heard(self, number: signal.Signals) -> None:
         """In the thread of the signals."""
+        if self.code:                                       # it is leaving, and torchrun has seen another one leave
+            return
         self._interrupts += number is signal.SIGINT
         if self._interrupts > 1:
             self._leave("leaves at once, without saving: interrupted twice", 128 + signal.SIGINT)
@@ -258,14 +261,16 @@ class Lookout:
         first = self._claim(rank)
         if first != rank:
             also = "" if lost else f"; here: {type(error).__name__}: {_first_line(error)}"
-            self._leave(f"rank {rank} of {size} leaves, for rank {first} has failed{also}", 1)
-        if lost:
+            text = f"rank {rank} of {size} leaves, for rank {first} has failed{also}"
+        elif lost:
             text = f"error: rank {rank} of {size} has lost another one: {_first_line(error)}: {describe(self.activity)}"
         elif isinstance(error, ValueError | OSError):
             text = f"error: {error} (rank {rank} of {size})"
         else:
             text = f"error: rank {rank} of {size} failed:\n{''.join(traceback.format_exception(error))}"
-        self._leave(text, 1)
+        self._say(text)
+        time.sleep(BEHIND if lost or first != rank else 0.0)
+        self._leave(None, 1)
         return True
 
     def _has_been_left(self) -> bool:

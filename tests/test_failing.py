@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 import megazero.lookout
 from megazero.hang import describe, table
+from megazero.lookout import Lookout, Watched
 from megazero.parallel.activity import Activity
+from megazero.parallel.groups import World
 from megazero.pipe.engine import PipeEngine
 from megazero.pipe.instructions import Backward
 from megazero.trainer import Feed, Trainer
@@ -101,6 +106,28 @@ def test_the_first_error_is_shown_once_with_its_rank_and_the_others_leave(
     assert err.startswith(shown) and err.count("Traceback") == tracebacks, err
     assert err.count("planted") == (action is not die), err
     assert ("rank 0 of 2 leaves, for rank 1 has failed\n" in err) == (action is not die), err
+
+
+def test_a_rank_stays_a_little_behind_the_one_that_failed(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """So torchrun, which looks ten times a second, does not name the lowest of those that left together; its SIGTERM to
+    the others is no wish to stop then."""
+    lookout, seen = Lookout(World(0, 2, 0), Watched()), []
+    lookout._store = HashStore()
+    lookout._store.set("failed", "1")
+    lookout._starting = False
+    monkeypatch.setattr("megazero.lookout.time.sleep", lambda seconds: (seen.append(seconds), lookout._heard(SIGTERM)))
+    monkeypatch.setattr("megazero.lookout.os._exit", sys.exit)
+    with pytest.raises(SystemExit) as left:
+        lookout._shows(RuntimeError("Connection closed by peer"))
+    assert left.value.code == 1 and seen == [megazero.lookout.BEHIND] and seen[0] > 0.1
+    assert capfd.readouterr() == ("", "pretrain_gpt.py: rank 0 of 2 leaves, for rank 1 has failed\n")
+    assert lookout.stop.reason is None
+    lookout._store = HashStore()
+    with pytest.raises(SystemExit):
+        lookout._shows(RuntimeError("Connection closed by peer"))
+    with pytest.raises(SystemExit):
+        lookout._shows(RuntimeError("its own"))
+    assert seen == [megazero.lookout.BEHIND] * 2 + [0.0]        # who was killed is seen first too; the failing one goes
 
 
 def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
