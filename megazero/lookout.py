@@ -79,6 +79,7 @@ class Lookout:
         self._beat, self._beaten = 0, -BEAT
         self._life = "", 0.0                                # the next rank's last sign of life, and when that came
         self._moved = -1, 0.0                               # this rank's beats, and when they grew
+        self._shown = False                                 # whether a hang is being shown
 
     def __enter__(self) -> Lookout:
         if self.how.signals:
@@ -255,6 +256,8 @@ class Lookout:
                 self._say(f"error: {error}")
                 return True
             return False
+        if self._shown:                                     # others have left the hang that this rank still shows
+            self._thread.join()
         lost = is_lost_peer(error)
         if lost and self._has_been_left():
             self._leave(None, 0)
@@ -295,6 +298,7 @@ class Lookout:
     def _show_hang(self, seen_by: int) -> None:
         """All ranks say what they do, the one that saw the hang shows it, then each shows where it is in the code."""
         store, rank, size, end = self._store, self.world.rank, self.world.size, time.monotonic() + PATIENCE
+        self._shown = True
         store.set(f"doing/{rank}", describe(self.activity))
         if seen_by == rank:
             doing = {}

@@ -172,6 +172,7 @@ def test_a_job_that_hangs_says_which_rank_waits_for_whom_and_where(tmp_path: Pat
             assert words in err, err
         for rank in 0, 1:
             assert f"rank {rank} is here:\n  thread MainThread:\n" in err and "in _step" in err, err
+        assert err.count("error: ") == 1, err                   # who leaves first is nobody's second error
 
 
 def test_what_a_rank_does_is_one_line_and_ranks_that_do_the_same_share_it() -> None:
