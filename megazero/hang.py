@@ -45,7 +45,7 @@ def stacks() -> str:
     parts = []
     for ident, frame in sorted(sys._current_frames().items(), key=lambda item: item[0] != main):
         text = "".join(traceback.format_stack(frame))
-        watching = ident == own or names.get(ident) == "signals"
+        watching = ident == own or names.get(ident) in ("signals", "guard")
         if ident == main or not watching and "megazero" in text:
             parts.append(f"  thread {names.get(ident, ident)}:\n{text}")
     return "".join(parts)

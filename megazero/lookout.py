@@ -80,6 +80,7 @@ class Lookout:
         self._life = "", 0.0                                # the next rank's last sign of life, and when that came
         self._moved = -1, 0.0                               # this rank's beats, and when they grew
         self._shown = False                                 # whether a hang is being shown
+        self._answered = 0                                  # how often the store has answered this thread
 
     def __enter__(self) -> Lookout:
         if self.how.signals:
@@ -90,6 +91,8 @@ class Lookout:
         """The ranks have met in `store`; None: there are no others."""
         self._store = store
         self._thread.start()
+        if store is not None:
+            threading.Thread(target=self._guard, name="guard", daemon=True).start()
 
     def train(self) -> None:
         """Training begins, on all ranks: from now on they stop together, and until now each has left at once."""
@@ -166,6 +169,7 @@ class Lookout:
                     self._look_here()
                 else:
                     self._look_around()
+                self._answered += 1
             except RuntimeError as error:                   # of the store
                 if not self._over:
                     self._wake.wait(GRACE)                  # the main thread may be at its end, or see it too
@@ -178,6 +182,16 @@ class Lookout:
                 self._store.set(f"beat/{self.world.rank}", "left")
             except RuntimeError:                            # who holds the store was through first
                 pass
+
+    def _guard(self) -> None:
+        """In a thread of its own: the store of a host that has lost its power or its link does not answer at all."""
+        waited, answered = 0.0, -1
+        while self._thread.is_alive():
+            waited = waited + TICK if answered == self._answered else 0.0
+            answered = self._answered
+            if waited > SILENCE:
+                self._leave(f"error: rank {self.world.rank} had no answer of the job's store for {SILENCE:.0f} s", 1)
+            time.sleep(TICK)
 
     def _look_here(self) -> None:
         self._look_for_file()
@@ -304,12 +318,14 @@ class Lookout:
             doing = {}
             for other in range(size):
                 while not store.check([f"doing/{other}"]) and time.monotonic() < end:
+                    self._answered += 1
                     time.sleep(FAST)
                 if store.check([f"doing/{other}"]):
                     doing[other] = store.get(f"doing/{other}").decode()
             self._say(f"{self._hang_line()}, seen by rank {rank}\n{table(doing, size)}")
             store.set("shown", "")
         while not store.check(["shown"]) and time.monotonic() < end + PATIENCE:
+            self._answered += 1
             time.sleep(FAST)
         self._say(f"rank {rank} is here:\n{stacks()}")
         time.sleep(2 * TICK)                                # whoever holds the store leaves after those that ask it

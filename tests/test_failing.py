@@ -130,15 +130,26 @@ def test_a_rank_stays_a_little_behind_the_one_that_failed(monkeypatch: pytest.Mo
     assert seen == [megazero.lookout.BEHIND] * 2 + [0.0]        # who was killed is seen first too; the failing one goes
 
 
-def test_a_rank_that_falls_silent_is_named(tmp_path: Path) -> None:
-    """Stopped, it keeps its connections, so nothing breaks."""
-    with Job(f"{FLAGS} {PIPELINE} --metrics-jsonl {tmp_path}/m.jsonl".split(), 2, tmp_path, plant=soon) as job:
-        job.wait_for(tmp_path / "m.jsonl", "lm_loss")
-        job.signal(signal.SIGSTOP, [1])
-        job.processes[0].join(60)
-        assert job.processes[0].exitcode == 1
-    assert job.erred().startswith("pretrain_gpt.py: error: rank 1 is gone: no sign of life for 3 s\n"), job.erred()
-    assert "Traceback" not in job.erred()
+def test_a_rank_that_falls_silent_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    """Stopped, it keeps its connections, so nothing breaks; the one that holds the store answers no question either.
+    Two jobs, side by side."""
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(Job(
+                f"{FLAGS} {PIPELINE} --metrics-jsonl {tmp_path}/{silent}.jsonl".split(), 2, tmp_path / str(silent),
+                plant=soon,
+            ))
+            for silent in (0, 1)
+        ]  # fmt: skip
+        for silent, job in enumerate(jobs):
+            job.wait_for(tmp_path / f"{silent}.jsonl", "lm_loss")
+            job.signal(signal.SIGSTOP, [silent])
+        for silent, job in enumerate(jobs):
+            job.processes[1 - silent].join(60)
+            assert job.processes[1 - silent].exitcode == 1
+    assert jobs[0].erred() == "pretrain_gpt.py: error: rank 1 had no answer of the job's store for 3 s\n"
+    assert jobs[1].erred().startswith("pretrain_gpt.py: error: rank 1 is gone: no sign of life for 3 s\n")
+    assert "Traceback" not in jobs[1].erred()
 
 
 HANGS = (
