@@ -82,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Lookout(world, watched(config)) as lookout:
         run(plan, world, notices, lookout)
     disconnect()
+    lookout.linger()
     return lookout.code
 
 

@@ -38,6 +38,7 @@ BEAT = 5.0              # seconds between signs of life
 SILENCE = 30.0          # seconds without one after which a rank counts as lost
 GRACE = 5.0             # seconds in which a rank leaves by itself when another has failed
 BEHIND = 0.3            # seconds that it stays behind that one, so that torchrun sees which was the first
+LINGER = 5.0            # seconds in which a launcher that has stopped another host's ranks stops its own
 PATIENCE = 10.0         # seconds for all ranks to say what they do when the job hangs
 PROGRAM = "pretrain_gpt.py"
 
@@ -69,7 +70,7 @@ class Lookout:
         self.stop, self.activity, self.code = Stop(), Activity(), 0
         self._store: Any = None
         self._signals = Signals(self._heard)
-        self._interrupts = 0
+        self._interrupts, self._signalled = 0, False
         self._starting, self._over = True, False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
@@ -114,6 +115,7 @@ class Lookout:
 
     def _heard(self, number: signal.Signals) -> None:
         """In the thread of the signals."""
+        self._signalled = True
         if self.code:                                       # it is leaving, and torchrun has seen another one leave
             return
         self._interrupts += number is signal.SIGINT
@@ -136,15 +138,22 @@ class Lookout:
             except RuntimeError:                            # who holds the store has left already
                 pass
             time.sleep(2 * TICK)                            # so long the others may need to see it
+        self.linger()
         if self.world.rank == 0:
             print(f"left before the first step, as asked: {reason}", flush=True)
         self._leave(None, 0)
 
+    def linger(self) -> None:
+        """Wait where other ranks alone were told to stop, under a launcher of several hosts: each stops its own ranks
+        when a host has come, and one whose ranks had ended by themselves, with code 0, would hold the job for done."""
+        if self.world.launched and self.stop.reason == signal.SIGTERM.name and not self._signalled:
+            time.sleep(LINGER)
+
     def _agree(self) -> None:
         """Say how far this rank is, and learn how far all go."""
-        if self._starting:
-            self._leave_start(self._store.get("stop").decode())
         self.stop.ask(self._store.get("stop").decode())
+        if self._starting:
+            self._leave_start(self.stop.reason)
         if not self._told:
             mine = self.stop.freeze()
             known = self._store.compare_set("furthest", "", str(mine)).decode()
@@ -274,6 +283,7 @@ class Lookout:
             self._thread.join()
         lost = is_lost_peer(error)
         if lost and self._has_been_left():
+            self.linger()
             self._leave(None, 0)
         first = self._claim(rank)
         if first != rank:
@@ -293,7 +303,10 @@ class Lookout:
     def _has_been_left(self) -> bool:
         """Whether another rank left as asked before the training began, which this one had no time to hear of."""
         try:
-            return self._store.check(["left"])
+            if not self._store.check(["left"]):
+                return False
+            self.stop.ask(self._store.get("left").decode())
+            return True
         except RuntimeError:                                # the same for who holds the store
             return self.stop.reason is not None and self._starting
 

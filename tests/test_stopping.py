@@ -231,6 +231,26 @@ def test_interrupted_twice_a_run_leaves_at_once_and_a_file_stops_it_too(tmp_path
     assert len(list(tmp_path.glob("run/*/index.json"))) == 1
 
 
+def test_a_rank_waits_for_its_launcher_where_another_one_has_stopped_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun ends all ranks when a host comes, on each host in its own time: tests/soak_hosts.py has three."""
+    monkeypatch.setattr("megazero.lookout.LINGER", 0.01)
+    assert not World.from_environment().launched
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run7")
+    assert World.from_environment().launched
+    for launched, reason, own, waits in (
+        (True, "SIGTERM", False, True), (True, "SIGTERM", True, False), (False, "SIGTERM", False, False),
+        (True, "--kill-switch-path stop", False, False), (True, None, False, False),
+    ):  # fmt: skip
+        lookout, began = Lookout(World(1, 2, launched=launched), Watched()), time.monotonic()
+        lookout.train()
+        if own:
+            lookout._heard(signal.SIGTERM)
+        elif reason is not None:
+            lookout.stop.ask(reason)
+        lookout.linger()
+        assert (time.monotonic() - began >= 0.01) == waits
+
+
 def test_signals_are_left_to_the_system_on_request_and_after_the_run() -> None:
     """--no-exit-signal-handler."""
     before = signal.getsignal(signal.SIGTERM)

@@ -38,20 +38,25 @@ LOST_PEER = (
 
 @dataclass(frozen=True)
 class World:
-    """What the launcher (torchrun, Slurm through torchrun, or nobody) says about this process."""
+    """What the launcher (torchrun, Slurm through torchrun, or nobody) says about this process.
+
+    local_size  ranks on this host
+    launched    by torchrun, which stops all processes and starts them anew where hosts come or go
+    """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    local_size: int = 1         # ranks on this host
+    local_size: int = 1
+    launched: bool = False
 
     @staticmethod
     def from_environment() -> World:
         """RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun sets them; a single process where they are
         missing, and one host where only the last is."""
         env, size = os.environ, int(os.environ.get("WORLD_SIZE", 1))
-        local_size = int(env.get("LOCAL_WORLD_SIZE", size))
-        return World(int(env.get("RANK", 0)), size, int(env.get("LOCAL_RANK", 0)), local_size)
+        local_size, launched = int(env.get("LOCAL_WORLD_SIZE", size)), "TORCHELASTIC_RUN_ID" in env
+        return World(int(env.get("RANK", 0)), size, int(env.get("LOCAL_RANK", 0)), local_size, launched)
 
 
 class Exchange:
