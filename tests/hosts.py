@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from tests.harness import ROOT
+import torch.distributed.run
+
+from tests.harness import ROOT, _server
 
 CABLE = "cable"         # the name of a host's end of it
+PLACE = {"GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}      # the environment of a host's processes
+SOON = "last_call_timeout=10"           # seconds that hosts are waited for when there are enough; 30 by default
+CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -24,25 +31,64 @@ class Host:
     name: str
     address: str
 
-    def start(self, argv: Sequence[str], log: Path) -> subprocess.Popen:
-        """`python ARGV` there; what it says goes to a file."""
-        environment = {**os.environ, "GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}
+    def start(self, words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen:
+        """`torchrun WORDS` there; what it and its processes say goes to a file."""
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", *words]
         with log.open("ab") as out:
             return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, sys.executable, *argv], cwd=ROOT, env=environment,
-                stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True,
-            )
+                command, cwd=ROOT, env={**os.environ, **PLACE, **environment}, stdin=subprocess.DEVNULL, stdout=out,
+                stderr=out, start_new_session=True,
+            )  # fmt: skip
+
+    def fork(self, words: Sequence[str], log: Path) -> BaseProcess:
+        """The same with torchrun forked from the fork server of the tests, and its processes from torchrun: none has
+        torch to load."""
+        launcher = _server().Process(target=_torchrun, args=(self.name, list(words), str(log)))
+        launcher.start()
+        return launcher
 
     def processes(self) -> list[int]:
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         return [int(pid) for pid in found.stdout.split()]
 
-    def kill(self, *, launcher: bool) -> None:
-        """End all processes there at once; without the launcher, those that it started."""
+    def kill(self, *, spare: int | None = None) -> None:
+        """End all processes there at once, but for one."""
         for pid in self.processes():
-            argv = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if launcher or b"torch.distributed.run" not in argv:
-                os.kill(pid, signal.SIGKILL)
+            if pid != spare:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def die(self) -> None:
+        """Lose the cable and then all processes, so that nobody hears of their end."""
+        self.plug("down")
+        self.kill()
+
+    def plug(self, state: str) -> None:
+        """The cable: "up" or "down"."""
+        subprocess.run(["ip", "-n", self.name, "link", "set", CABLE, state], check=True, capture_output=True)
+
+
+def _torchrun(host: str, words: list[str], log: str) -> None:
+    """In a process of its own."""
+    os.chdir(ROOT)
+    os.environ.update(PLACE)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    with open(f"/run/netns/{host}") as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"setns to {host}")
+    torch.distributed.run.main(["--run-path", "--start-method", "fork", *words])
+
+
+def launch_words(hosts: Sequence[Host], number: int, nnodes: str, processes: int, *, store: int = 0) -> list[str]:
+    """What torchrun is told on host `number`, but for the script: hosts meet at the store on host `store`."""
+    return [
+        "--nnodes", nnodes, "--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-id", "job",
+        "--rdzv-endpoint", f"{hosts[store].address}:29511", "--rdzv-conf", f"is_host={int(number == store)},{SOON}",
+        "--local-addr", hosts[number].address, "--max-restarts", "3",
+    ]  # fmt: skip
 
 
 def why_no_hosts() -> str | None:
@@ -73,5 +119,5 @@ def two_hosts() -> Iterator[list[Host]]:
         yield hosts
     finally:
         for host in hosts:
-            host.kill(launcher=True)
+            host.kill()
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True)
