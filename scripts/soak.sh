@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What takes longer than a test may: layouts through torch.compile's C++ compiler, the tiny runs of all launch scripts
 # (the suite has those of gpt_125m, gpt_175b, llama_70b, mixtral_8x7b and the MoE family), 30 kills of a random rank
-# during saves, 20 signals to all ranks at random moments, and kills that torchrun restarts from. Arguments go to the
-# kill test.
+# during saves, 20 signals to all ranks at random moments, kills that torchrun restarts from, and hosts that die and come
+# back (as root). Arguments go to the kill test.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
@@ -23,3 +23,5 @@ echo "== 20 signals at random moments"
 "$PYTHON" scripts/stop_runs.py --stops 20 --ranks 2 --save "$FOLDER/stops"
 echo "== kills that torchrun restarts from, then on half the ranks"
 "$PYTHON" scripts/restart_runs.py --kills 2 --save "$FOLDER/restarts"
+echo "== hosts that die and come back"
+"$PYTHON" -m pytest -q -rs --timeout 3600 tests/soak_hosts.py

@@ -21,6 +21,11 @@ from tests.harness import ROOT, _server
 CABLE = "cable"         # the name of a host's end of it
 PLACE = {"GLOO_SOCKET_IFNAME": CABLE, "OMP_NUM_THREADS": "1"}      # the environment of a host's processes
 SOON = "last_call_timeout=10"           # seconds that hosts are waited for when there are enough; 30 by default
+PORT = 29511
+STORE = (                               # as in docs/clusters.md
+    "import time; from torch.distributed import TCPStore; "
+    f"store = TCPStore('0.0.0.0', {PORT}, is_master=True, wait_for_workers=False); time.sleep(1e9)"
+)
 CLONE_NEWNET = 0x40000000
 
 
@@ -33,7 +38,11 @@ class Host:
 
     def start(self, words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen:
         """`torchrun WORDS` there; what it and its processes say goes to a file."""
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "torch.distributed.run", *words]
+        return self.run(["-m", "torch.distributed.run", *words], log, **environment)
+
+    def run(self, words: Sequence[str], log: Path, **environment: str) -> subprocess.Popen:
+        """`python WORDS` there."""
+        command = ["ip", "netns", "exec", self.name, sys.executable, *words]
         with log.open("ab") as out:
             return subprocess.Popen(
                 command, cwd=ROOT, env={**os.environ, **PLACE, **environment}, stdin=subprocess.DEVNULL, stdout=out,
@@ -82,11 +91,15 @@ def _torchrun(host: str, words: list[str], log: str) -> None:
     torch.distributed.run.main(["--run-path", "--start-method", "fork", *words])
 
 
-def launch_words(hosts: Sequence[Host], number: int, nnodes: str, processes: int, *, store: int = 0) -> list[str]:
-    """What torchrun is told on host `number`, but for the script: hosts meet at the store on host `store`."""
+def launch_words(
+    hosts: Sequence[Host], number: int, nnodes: str, processes: int, *, store: int = 0, apart: bool = False
+) -> list[str]:
+    """What torchrun is told on host `number`, but for the script: hosts meet at the store on host `store`, which the
+    torchrun there holds, or where it is apart a process of its own."""
+    holds = int(number == store and not apart)
     return [
         "--nnodes", nnodes, "--nproc-per-node", str(processes), "--rdzv-backend", "c10d", "--rdzv-id", "job",
-        "--rdzv-endpoint", f"{hosts[store].address}:29511", "--rdzv-conf", f"is_host={int(number == store)},{SOON}",
+        "--rdzv-endpoint", f"{hosts[store].address}:{PORT}", "--rdzv-conf", f"is_host={holds},{SOON}",
         "--local-addr", hosts[number].address, "--max-restarts", "3",
     ]  # fmt: skip
 
