@@ -17,7 +17,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
 
 pretrain() {
     GPUS_PER_NODE="${GPUS_PER_NODE:-1}" VOCAB=50257
-    local asked="" word world=$((${NODES:-1} * GPUS_PER_NODE)) largest=0 count data precision steps
+    local asked="" word nodes="${NODES:-1}" world largest=0 count data precision steps
     local tensor="${TENSOR:-1}" pipeline="${PIPELINE:-1}" out="${OUT:-runs/$NAME}"
     local tokens="${TRAIN_TOKENS:-300000000000}" sequence="${SEQUENCE:-2048}" std="${INIT_STD:-0.014}"
     read -ra data <<< "--data-path ${DATA:-data/corpus_text_document} --split ${SPLIT:-98,2,0} \
@@ -28,6 +28,7 @@ pretrain() {
         --lr-warmup-tokens "${WARMUP_TOKENS:-375000000}" --save-interval "${SAVE_INTERVAL:-10000}"
         --eval-interval 100 --eval-iters 10 --log-interval 10
     )
+    world=$((${nodes%%:*} * GPUS_PER_NODE))         # the fewest, where hosts come and go
     if [ "${TINY:-0}" = 1 ]; then
         tiny_model
         VOCAB=97 data=(--mock-data --tokenizer-type NullTokenizer --vocab-size 97)

@@ -164,3 +164,15 @@ def test_a_slurm_job_starts_one_launch_per_node(echo, tmp_path):
     assert dry[:2] == ["pretrain_gpt.py", "--print-layout"]
     small = started("slurm.sh", echo, "scripts/pretrain_gpt_13b.sh", TINY="1", OUT=str(tmp_path))
     assert "torch.distributed.run" in small
+
+
+@pytest.mark.parametrize(("nodes", "restarts"), [("6:8", ""), ("8", "3")])
+def test_a_launch_with_restarts_meets_where_hosts_may_come_and_go(nodes, restarts, echo, tmp_path):
+    how = {"NODES": nodes, "MASTER_ADDR": "n1", "OUT": str(tmp_path / "run7"), "MAX_RESTARTS": restarts}
+    words = started("pretrain_gpt_13b.sh", echo, **how).split()
+    assert " ".join(words[: words.index("pretrain_gpt.py")]) == (
+        f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint n1:29500 "
+        f"--rdzv-id run7 --max-restarts {restarts or 100}"
+    )
+    dry = started("pretrain_gpt_13b.sh", echo, DRY_RUN="1", **how).split()
+    assert dry[dry.index("--world-size") + 1] == "64"
