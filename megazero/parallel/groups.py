@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..products import Products
 from .activity import Activity, Waiting
-from .meeting import agree_on_meeting
+from .meeting import agree_on_meeting, check_same_backend
 from .shared_memory import SharedMemory
 from .topology import Topology
 from .watch import Call, DeviceClock, HostClock, Unwatched, Watch
@@ -186,6 +186,7 @@ def connect(world: World, device: torch.device, backend: str, *, timeout_minutes
         while isinstance(store, dist.PrefixStore):          # of the restarts that this host has counted
             store = store.underlying_store
         store = dist.PrefixStore(agree_on_meeting(store, rank, size, limit), store)
+    check_same_backend(store, rank, backend)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     return dist.PrefixStore("lookout", store.clone())
 

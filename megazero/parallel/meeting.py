@@ -9,6 +9,7 @@ all go on; who has died does not answer.
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from datetime import timedelta
 from typing import Any
@@ -42,3 +43,15 @@ def agree_on_meeting(store: Any, rank: int, size: int, limit: timedelta) -> str:
             raise TimeoutError(f"rank {rank} waited {limit.total_seconds():g} s for all {size} processes to meet")
         time.sleep(pause)
         pause = min(1.2 * pause, LONGEST_PAUSE_SECONDS)
+
+
+def check_same_backend(store: Any, rank: int, backend: str) -> None:
+    """A host whose GPUs cannot be seen would compute on its CPU and wait for the others, which it does not speak to.
+    Raises ValueError on ranks of another backend than rank 0's, which asks nobody."""
+    if rank == 0:
+        store.set("backend", backend)
+    elif (first := store.get("backend").decode()) != backend:
+        raise ValueError(
+            f"{socket.gethostname()} would communicate by {backend} and rank 0 by {first}: are all GPUs in order? "
+            "--distributed-backend nccl or gloo on all ranks"
+        )

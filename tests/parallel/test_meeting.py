@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megazero.parallel.meeting import agree_on_meeting
+from megazero.parallel.meeting import agree_on_meeting, check_same_backend
 
 LIMIT = timedelta(seconds=20)
 
@@ -46,3 +46,11 @@ def test_one_who_starts_again_in_the_middle_is_met_anew():
     with pytest.raises(TimeoutError, match="rank 1 waited 0.1 s for all 3 processes to meet"):
         meet(store, range(1, 2), 3, timedelta(seconds=0.1))
     assert len(set(meet(store, range(3), 3))) == 1
+
+
+def test_a_host_without_its_gpus_is_told_before_anyone_waits_for_it():
+    store = dist.HashStore()
+    for rank, backend in enumerate(("nccl", "nccl")):
+        check_same_backend(store, rank, backend)
+    with pytest.raises(ValueError, match=r"would communicate by gloo and rank 0 by nccl: .*--distributed-backend"):
+        check_same_backend(store, 2, "gloo")
