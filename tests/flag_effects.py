@@ -101,7 +101,7 @@ SHOWN = {
     "test_bad_numbers.py::test_a_loss_that_jumps_is_told_skipped_or_ends_the_run": "spike_action",
     "test_bad_numbers.py::test_the_flags_of_spikes_reach_the_rule": "spike_threshold spike_window",
     "test_bad_numbers.py::test_replicas_that_are_no_longer_alike_are_named": "check_replicas",
-    "test_front_door.py::test_all_ranks_leave_together_when_time_is_up": "exit_duration_in_mins",
+    "test_front_door.py::test_all_ranks_leave_together_when_the_time_of_one_is_up": "exit_duration_in_mins",
     "test_front_door.py::test_auto_resume_starts_anew_where_there_is_nothing_and_says_so": "auto_resume",
     "test_front_door.py::test_the_attention_that_is_asked_for_runs": "attention_backend",
     "test_front_door.py::test_the_configuration_is_printed_whole": "print_config",
