@@ -5,6 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 prepare_environment
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE           # or every worker and every rank compiles all files anew
 
 echo "== ruff"
 "$PYTHON" -m ruff check .
