@@ -129,7 +129,7 @@ def scales(device: Device) -> Callable[[Layout], tuple[float, float]]:
         layers = layout.model.num_layers
         blocks, head = layout.stages[0], StageSlice(0, False, (), True, True)
         blocks = replace(blocks, embedding=False, norm=False, head=False)
-        times = {experts: block_seconds(layout, device, experts) for experts in blocks.experts}
+        times = {experts: block_seconds(layout, device, experts) for experts in set(blocks.experts)}
         whole = stage_seconds(layout, device, blocks, times)
         block = Seconds(*(seconds / layers for seconds in vars(whole).values()))
         kept = kept_bytes(layout, blocks) / layers, kept_bytes(layout, head)

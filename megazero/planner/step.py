@@ -123,7 +123,8 @@ class Prediction:
 
 def seconds_of_stages(layout: Layout, device: Device) -> list[Seconds]:
     """Of each stage for one micro-batch."""
-    blocks = {experts: block_seconds(layout, device, experts) for stage in layout.stages for experts in stage.experts}
+    kinds = {experts for stage in layout.stages for experts in stage.experts}
+    blocks = {experts: block_seconds(layout, device, experts) for experts in kinds}
     return [stage_seconds(layout, device, stage, blocks) for stage in layout.stages]
 
 
