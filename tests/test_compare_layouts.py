@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import pretrain_gpt
 from megazero.config import PrecisionConfig
 from scripts import compare_layouts
-from tests.harness import run_script
+from tests.harness import Job, run_script
 from tests.training import SMALL
 
 FLAGS = f"{SMALL} --fp64".replace("--train-iters 5 ", "")
@@ -26,6 +27,13 @@ def run(capsys: pytest.CaptureFixture, code: int, layouts: str, *more: str, flag
     out, err = capsys.readouterr()
     assert got == code, err
     return out, err
+
+
+def fork(flags: Sequence[str], layout: compare_layouts.Layout, folder: Path) -> None:
+    """In place of compare_layouts.launch: the same runs as forked ranks, which need no start of Python."""
+    own = ("--save", str(folder), "--metrics-jsonl", str(folder / "metrics.jsonl"))
+    with Job([*flags, *own], layout.world, folder) as job:
+        assert job.wait() == [0] * layout.world, job.erred()
 
 
 def test_layouts_that_train_alike_are_within_the_tolerance_and_leave_nothing_behind(
@@ -43,8 +51,11 @@ def test_layouts_that_train_alike_are_within_the_tolerance_and_leave_nothing_beh
     assert "2,1,1: 2 processes" in err and not list(tmp_path.iterdir())
 
 
-def test_what_is_above_the_tolerance_is_named_and_the_exit_code_is_1(capsys: pytest.CaptureFixture) -> None:
+def test_what_is_above_the_tolerance_is_named_and_the_exit_code_is_1(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Data 2 doubles the batch that is derived, and then cuts it otherwise: the last digits differ from one rank's."""
+    monkeypatch.setattr(compare_layouts, "launch", fork)
     flags = FLAGS.replace("--global-batch-size 8 ", "")
     out, err = run(capsys, 1, "1,1,1 1,1,2 1,1,1,1", "--steps", "2", "--tolerance", "0", flags=flags)
     assert "above the tolerance of 0e+00" in err and " of layout 1,1,2: " in err
@@ -53,7 +64,10 @@ def test_what_is_above_the_tolerance_is_named_and_the_exit_code_is_1(capsys: pyt
     assert rows["1,1,1", "2"].split()[2:] == ["0.0e+00"] * 4, "the same layout again differs by nothing, in any bit"
 
 
-def test_experts_are_compared_over_any_number_of_ranks(capsys: pytest.CaptureFixture) -> None:
+def test_experts_are_compared_over_any_number_of_ranks(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_layouts, "launch", fork)
     experts = "--num-experts 4 --moe-router-score-function sigmoid --moe-router-enable-expert-bias"
     out, _ = run(capsys, 0, "1,1,1 1,1,2,2", "--steps", "1", "--json", flags=f"{FLAGS} {experts}")
     assert [row["layout"] for row in json.loads(out)["differences"]] == ["1,1,2,2"]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import pretrain_gpt
-from tests.harness import run_script
 from tests.test_ds_config import CURRICULUM, FP16, LINE, Files
 
 OFFLOAD = {"device": "none", "pin_memory": True, "buffer_count": 4, "pipeline_read": False}
@@ -71,9 +69,13 @@ def test_a_launch_line_trains_or_is_refused(name, ranks, sections, flags, told, 
     assert trains or err.count("\n") == 1 and not out
 
 
-def test_every_rank_says_that_the_sizes_do_not_fit_before_any_meets_another(tmp_path: Path) -> None:
+def test_every_rank_says_that_the_sizes_do_not_fit_before_any_meets_another(tmp_path, capsys, monkeypatch) -> None:
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}
-    ended = run_script(["pretrain_gpt.py", *f"{LINE} {Files(tmp_path)(sizes)}".split()], 2)
-    assert [rank.code for rank in ended] == [2, 2]
-    said = "".join(rank.stderr for rank in ended)
-    assert said.count("\n") == 1 and said.endswith("data size 2 = 32\n")
+    monkeypatch.setattr(pretrain_gpt, "connect", lambda *_, **__: pytest.fail("it went on to meet the other"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "0", "1":
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert pretrain_gpt.main(f"{LINE} {Files(tmp_path)(sizes)}".split()) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.endswith("data size 2 = 32\n")

@@ -163,15 +163,17 @@ def test_the_last_draws_do_not_lead_past_the_tokens_that_stay() -> None:
 # ------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_writes_the_text_and_nothing_else_in_any_layout(trained: dict[str, Path]) -> None:
-    command = ["scripts/generate.py", "--load", trained["gpt"], "--fp64", "--prompt", "1 2 3", "--num-tokens", 5]
-    (alone,) = run_script([*command, "--greedy"])
+def test_the_command_writes_the_text_and_nothing_else_in_any_layout(
+    trained: dict[str, Path], capsys: pytest.CaptureFixture
+) -> None:
+    words = ["--load", trained["gpt"], "--fp64", "--prompt", "1 2 3", "--num-tokens", 5, "--greedy"]
+    alone, _ = said(capsys, 0, *words)
     layout = ["--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 1]
-    first, second = run_script([*command, "--greedy", *layout], 2)
-    assert alone.code == first.code == second.code == 0, alone.stderr + first.stderr + second.stderr
-    assert alone.stdout == first.stdout and second.stdout == ""
-    ids = alone.stdout.split()
-    assert ids[:3] == ["1", "2", "3"] and len(ids) == 8 and alone.stdout.count("\n") == 1
+    first, second = run_script(["scripts/generate.py", *words, *layout], 2)
+    assert first.code == second.code == 0, first.stderr + second.stderr
+    assert alone == first.stdout and second.stdout == ""
+    ids = alone.split()
+    assert ids[:3] == ["1", "2", "3"] and len(ids) == 8 and alone.count("\n") == 1
 
 
 def said(capsys: pytest.CaptureFixture, code: int, *words: object) -> tuple[str, str]:

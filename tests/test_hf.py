@@ -24,13 +24,14 @@ from megazero.gpt import GPTSetup, gpt_layers
 from megazero.hf import export_folder, import_folder, open_source, read_json
 from megazero.hf_config import describe, experts_of, moe_of, to_values
 from megazero.hf_names import rows_of
-from megazero.parallel.groups import World, mesh_on_paper
+from megazero.parallel.groups import mesh_on_paper
 from megazero.parallel.params import collect
 from megazero.parallel.topology import Topology
 from megazero.pipe.stage import Recompute, Stage, build_stages, cut_layers
 from megazero.resume import check_same_model
-from scripts import convert_hf, evaluate
+from scripts import convert_hf
 from tests.harness import on_ranks, run_script
+from tests.test_evaluate import score_ranks
 from tests.training import LLAMA, train
 
 SMALL_HF = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "rms_norm_eps": 1e-5,
@@ -208,28 +209,20 @@ def test_a_checkpoint_without_moments_says_so(folders: dict[str, Path], tmp_path
     assert len(train(f"{flags} --load {tmp_path / 'ours'} --no-load-optim").losses) == 2
 
 
-def score(folder: Path, words: list[str], layout: tuple[int, int]) -> float:
-    """The loss that evaluate.py finds on this rank."""
-    tensor, pipeline = layout
-    sizes = f"--tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
-    args = evaluate.parser().parse_args(["--hf", str(folder), *words, *sizes])
-    world = World(0, tensor * pipeline, 0)
-    (found,) = evaluate.run(evaluate.prepare(args, world), world).values()
-    return found.lm_loss
-
-
 def test_a_folder_is_scored_as_it_is(folders: dict[str, Path], tmp_path: Path) -> None:
     """In one process and in four: the loss that the transformers library finds."""
     ids = torch.randint(0, 97, (24,), generator=torch.Generator().manual_seed(5))
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": " ".join(map(str, ids.tolist()))}) + "\n")
-    words = ["--jsonl", str(tmp_path / "texts.jsonl"), "--json"]
-    for name in ("gpt2", "llama3"):
+    words, names, wanted = ["--jsonl", str(tmp_path / "texts.jsonl")], ("gpt2", "llama3"), []
+    for name in names:
         theirs = transformers.AutoModelForCausalLM.from_pretrained(folders[name])
         with torch.no_grad():
-            want = theirs(ids[None], labels=ids[None]).loss.item()
-        for layout in ((1, 1), (2, 2)):
-            for found in on_ranks(layout[0] * layout[1], score, folders[name], words, layout):
-                assert found == pytest.approx(want, rel=1e-6), (name, layout)
+            wanted.append(theirs(ids[None], labels=ids[None]).loss.item())
+    for size in ("1", "2"):
+        words += ["--tensor-model-parallel-size", size, "--pipeline-model-parallel-size", size]
+        ranks, commands = int(size) ** 2, [["--hf", str(folders[name]), *words] for name in names]
+        for found in on_ranks(ranks, score_ranks, commands, ranks):
+            assert [score.lm_loss for score in found] == pytest.approx(wanted, rel=1e-6), size
 
 
 # ----------------------------------------------------------------------------------------------------------- the table
