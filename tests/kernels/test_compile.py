@@ -20,19 +20,18 @@ TARGETS = ("cuda:80", "cuda:90", "cuda:100", "hip:gfx942")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("target", TARGETS)
-def test_kernels_compile_well_for_gpus_that_are_not_here(target, tmp_path):
-    command = [sys.executable, "benchmarks/kernels_static.py", "--target", target, "--json", tmp_path / "rows.json"]
+def test_kernels_compile_well_for_gpus_that_are_not_here(tmp_path):
+    command = [sys.executable, "benchmarks/kernels_static.py", "--json", tmp_path / "rows.json"]
     env = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=str(ROOT))
     done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     rows = json.loads((tmp_path / "rows.json").read_text())
-    assert len(rows) == len(CASES)
+    assert [row["target"] for row in rows] == [*TARGETS] * len(CASES)
     for row in rows:
         assert row["code_bytes"] > 0 and row["registers"] > 0, row
         assert row["spilled_bytes"] == 0, row
         assert row["bytes_per_element"] == row["least"], row
-        if target.startswith("cuda"):       # what is not a vector is a scalar, and there are vectors
+        if row["target"].startswith("cuda"):        # what is not a vector is a scalar, and there are vectors
             assert row["vectors"] > 0 and row["narrow"] <= row["scalars"], row
 
 
