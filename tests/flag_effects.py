@@ -108,7 +108,6 @@ SHOWN = {
     "test_front_door.py::test_the_layout_of_a_large_world_is_told_in_seconds": "json",
     "test_front_door.py::test_the_layout_of_a_world_is_printed_without_the_world":
         "tensor_model_parallel_size pipeline_model_parallel_size print_layout world_size",
-    "test_kill_saves.py::test_a_rank_killed_while_it_saves_loses_nothing": "async_save",
     "test_loss_scale.py::test_a_clean_step_leaves_the_floor_behind": "loss_scale_floor",
     "test_loss_scale.py::test_a_scale_never_grows_to_infinity": "initial_scale_power loss_scale_window",
     "test_loss_scale.py::test_c090_a_run_of_skips_ends_naming_scale_and_parameter": "max_consecutive_skips",
@@ -172,6 +171,7 @@ SHOWN = {
     "test_saver.py::test_a_damaged_file_is_loaded_only_where_that_is_asked_for": "verify_checkpoint",
     "test_saver.py::test_a_run_begins_from_a_save_that_load_names": "ckpt_step",
     "test_saver.py::test_a_run_keeps_the_saves_that_it_is_asked_to": "keep_last save_retain_interval",
+    "test_saver.py::test_a_save_in_the_background_holds_the_state_of_its_own_iteration": "async_save",
     "test_saver.py::test_the_shape_of_the_model_may_come_from_the_checkpoint": "use_checkpoint_args",
     "test_saver.py::test_weights_alone_are_saved_and_loaded_as_what_they_are": "no_save_optim finetune no_load_optim",
     "test_saver.py::test_what_is_read_from_any_layout_is_what_one_process_has": "checkpoint_file_mib",

@@ -72,6 +72,7 @@ ONLY_IN = {
     "argparse": ("megazero/flags.py", "data_tools/", "scripts/", "benchmarks/", "examples/"),
     "os.environ": (
         "megazero/parallel/groups.py", "pretrain_gpt.py", "benchmarks/", "examples/", "scripts/report_environment.py",
+        "scripts/ranks.py",
     ),
     "os.getenv": ("megazero/parallel/groups.py", "pretrain_gpt.py", "benchmarks/", "examples/"),
     "pickle": (),
