@@ -17,6 +17,8 @@ from torch import Tensor
 
 Library = Literal["auto", "torch", "onednn"]
 
+LARGE = 8               # times as large as the other matrix: one that oneDNN had better not copy, which it does with a
+                        # left one that does not lie row by row
 SMALL = 2**20           # multiplications of a product that is over before oneDNN has looked up how to take it
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_1", "avx10_2")     # any of these multiplies bf16 on x86
 
@@ -66,6 +68,8 @@ class Products:
         """Add left [out, rows] times right [rows, in] to grad [out, in], which may be of a wider dtype."""
         if grad.dtype == left.dtype and not self.widens(left) and not self._suits_onednn(left, right.shape[1]):
             grad.addmm_(left, right)
+        elif left.numel() > LARGE * right.numel() and not left.is_contiguous():
+            grad.add_(self.of(right.T, left.T).T)
         else:
             grad.add_(self.of(left, right))
 

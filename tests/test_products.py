@@ -101,6 +101,9 @@ def test_products_by_onednn_are_the_same(dtype, monkeypatch):
         assert seen.onednn == (5 if dtype == torch.float32 and small == 0 else 0)
         exact = left.double() @ weight.double().T
         expected = [exact, exact + bias, exact, (exact + bias).flatten(0, 1), 1 + rows.double().T @ rows.double()]
+        found.append(torch.ones(80, 4, dtype=found[4].dtype))
+        fast.add_(found[5], rows.T, rows[:, :4])                # the right one is small
+        expected.append(1 + rows.double().T @ rows[:, :4].double())
         for got, want in zip(found, expected, strict=True):
             error = (got - want).abs().max() / want.abs().max()
             assert error < {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 2**-8}[dtype]
