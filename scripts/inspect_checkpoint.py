@@ -215,7 +215,9 @@ def show(reader: Reader, facts: dict, args: argparse.Namespace) -> None:
     axes = reader.topology
     print(f"checkpoint       {reader.folder}")
     for key, value in reader.progress.items():
-        if value not in (None, 0) or key == "iteration":
+        if key == "losses" and value:
+            print(f"losses           the last {len(value):,}, that spikes are told by")
+        elif value not in (None, 0, []) or key == "iteration":
             print(f"{key.replace('_', ' '):16} {f'{value:,}' if isinstance(value, int) else json.dumps(value)}")
     layout = f"tensor {axes.tensor} x pipeline {axes.pipeline} x data {axes.data} (expert {axes.expert})"
     print(f"written by       {axes.world} ranks: {layout}")

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megazero.checkpoint import folder_of
+from megazero.checkpoint import commit, folder_of
 from megazero.parallel.shard import Box
 from megazero.parallel.topology import Topology
 from scripts import inspect_checkpoint
-from tests.test_checkpoint import KINDS, MODEL, PROGRESS, make_state, save
+from tests.test_checkpoint import KINDS, MODEL, PROGRESS, make_index, make_state, save, write_all
 
 LAYOUTS = [Topology(), Topology(pipeline=2, data=2, tensor=2), Topology(pipeline=3, data=1, tensor=2)]
 
@@ -62,6 +62,17 @@ def test_a_checkpoint_tells_what_it_holds(tmp_path: Path, capsys: pytest.Capture
     for words in ("complete", "iteration        7", "8 ranks: tensor 2 x pipeline 2 x data 2", "good", "hidden_size"):
         assert words in out
     assert out.index("layers.0.qkv") < out.index("layers.1.gate_up") and "dim 1 by tensor" in out
+
+
+@pytest.mark.parametrize(("losses", "line"), [([], None), ([2.5] * 100, "losses           the last 100, that")])
+def test_what_spikes_are_told_by_is_counted_for_people(
+    tmp_path: Path, capsys: pytest.CaptureFixture, losses: list[float], line: str | None
+) -> None:
+    index, folder = make_index(LAYOUTS[0], progress=PROGRESS | {"losses": losses}), folder_of(tmp_path, 7)
+    commit(folder, write_all(folder, index, make_state()), index)
+    out, _ = said(capsys, 0, tmp_path)
+    assert "2.5" not in out and (line in out if line else "losses" not in out)
+    assert told(capsys, 0, tmp_path)["losses"] == losses
 
 
 def test_a_flipped_byte_anywhere_is_found(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
