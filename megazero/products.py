@@ -82,7 +82,8 @@ class Products:
     def _product(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
         """left [..., n] times right [n, columns], plus bias [columns], by the library that suits."""
         if self._suits_onednn(left, right.shape[1]):
-            return torch.ops.mkldnn._linear_pointwise(left, right.T, bias, "none", [], "")
+            rows = torch.ops.mkldnn._linear_pointwise(left.flatten(0, -2), right.T, bias, "none", [], "")
+            return torch.ops.aten._unsafe_view(rows, (*left.shape[:-1], rows.shape[1]))      # to autograd no view
         return torch.matmul(left, right) if bias is None else torch.addmm(bias, left, right)
 
     def _suits_onednn(self, left: Tensor, columns: int) -> bool:
