@@ -428,8 +428,10 @@ def flags_of(config: Config) -> list[str]:
             value = vars(vars(config)[section])[setting.name]
             if value == "swiglu" and setting.name == "activation":
                 words += ["--swiglu"]
-            elif setting.kind is bool and value:
-                words += [flag_name(setting.name)]
-            elif value != setting.default and value is not None:
+            elif value == setting.default or value is None:
+                continue
+            elif setting.kind is bool:
+                words += [flag_name(setting.name if value else f"no_{setting.name}")]
+            else:
                 words += [flag_name(setting.name), *map(str, value if setting.many else (value,))]
     return words
