@@ -25,7 +25,9 @@ for path in (ROOT / "pretrain_gpt.py", *sorted((ROOT / "megazero").rglob("*.py")
         except Exception:  # a broken module is the affair of the test that imports it, with its own traceback
             pass
 
-with contextlib.suppress(Exception):  # reads the types of all settings once
-    importlib.import_module("megazero.flags").all_settings()
+with contextlib.suppress(Exception):
+    importlib.import_module("megazero.flags").all_settings()  # reads their types once
+    # Ranks of tests are more than cores: one that watches for the others is in their way.
+    importlib.import_module("megazero.parallel.shared_memory").SPIN_SECONDS = 0.0
 
 gc.freeze()  # no worker looks through all this for garbage, and so copies it
