@@ -456,10 +456,11 @@ def peak_of(config: Config, device: torch.device) -> float | None:
 def describe(plan: Plan) -> str:
     """The layout in one line."""
     t, count = plan.topology, plan.parameters
+    ranks = "1 rank" if t.world == 1 else f"{t.world} ranks"
     schedule = f" ({plan.pipelining.schedule})" if t.pipeline > 1 else ""
     expert = f" (expert {t.expert} x expert tensor {t.size('expert_tensor')})" if plan.config.moe.any else ""
     return (
-        f"{t.world} ranks: tensor {t.tensor} x pipeline {t.pipeline}{schedule} x data {t.data}{expert}, "
+        f"{ranks}: tensor {t.tensor} x pipeline {t.pipeline}{schedule} x data {t.data}{expert}, "
         f"{count:,} parameters"
     )
 
