@@ -20,6 +20,7 @@ Library = Literal["auto", "torch", "onednn"]
 LARGE = 8               # times as large as the other matrix: one that oneDNN had better not copy, which it does with a
                         # left one that does not lie row by row
 SMALL = 2**20           # multiplications of a product that is over before oneDNN has looked up how to take it
+ROWS = 64               # oneDNN takes a multiple of so many, torch the rest: of each shape it keeps about a megabyte
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "avx10_1", "avx10_2")     # any of these multiplies bf16 on x86
 
 
@@ -41,13 +42,13 @@ class Products:
 
     def of(self, left: Tensor, right: Tensor) -> Tensor:
         """left [..., n] times right [n, columns] -> [..., columns]."""
-        return self.call(lambda left, right: self._product(left, right, None), left, right)
+        return self.call(lambda left, right: self._of_rows(left, right, None), left, right)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., n] times the transpose of weight [columns, n], plus bias [columns] -> [..., columns], a tensor of its
         own that may be changed in place."""
         if self._suits_onednn(x, weight.shape[0]):
-            return self._product(x, weight.T, bias)
+            return self._of_rows(x, weight.T, bias)
         out = x.new_empty(*x.shape[:-1], weight.shape[0])
         self.into_(out.flatten(0, -2), x.flatten(0, -2), weight.T, bias)
         return out
@@ -56,9 +57,9 @@ class Products:
         """left [rows, n] times right [n, columns], plus bias [columns], written to out [rows, columns]."""
         if self.widens(left):
             wide = left.to(self.through), right.to(self.through), None if bias is None else bias.to(self.through)
-            out.copy_(self._product(*wide))
+            out.copy_(self._of_rows(*wide))
         elif self._suits_onednn(left, right.shape[1]):
-            out.copy_(self._product(left, right, bias))
+            out.copy_(self._of_rows(left, right, bias))
         elif bias is None:
             torch.mm(left, right, out=out)
         else:
@@ -66,12 +67,18 @@ class Products:
 
     def add_(self, grad: Tensor, left: Tensor, right: Tensor) -> None:
         """Add left [out, rows] times right [rows, in] to grad [out, in], which may be of a wider dtype."""
+        rest = right.shape[0] % ROWS if self._suits_onednn(left, right.shape[1]) else 0
+        if rest:
+            Products().add_(grad, left[:, -rest:], right[-rest:])
+            left, right = left[:, :-rest], right[:-rest]
+            if not len(right):
+                return
         if grad.dtype == left.dtype and not self.widens(left) and not self._suits_onednn(left, right.shape[1]):
             grad.addmm_(left, right)
         elif left.numel() > LARGE * right.numel() and not left.is_contiguous():
-            grad.add_(self.of(right.T, left.T).T)
+            grad.add_(self.call(self._product, right.T, left.T).T)
         else:
-            grad.add_(self.of(left, right))
+            grad.add_(self.call(self._product, left, right))
 
     def call(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """A function of products, such as attention: of the widened tensors, its result rounded."""
@@ -79,7 +86,19 @@ class Products:
             return function(*tensors)
         return function(*(x.to(self.through) for x in tensors)).to(self.narrow)
 
-    def _product(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    def _of_rows(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+        """left [..., n] times right [n, columns], plus bias [columns], where the rows may be any number."""
+        rest = left.shape[:-1].numel() % ROWS if self._suits_onednn(left, right.shape[1]) else 0
+        if not rest:
+            return self._product(left, right, bias)
+        out = left.new_empty(*left.shape[:-1], right.shape[1])
+        to, rows = out.flatten(0, -2), left.flatten(0, -2)
+        if len(rows) > rest:
+            to[:-rest] = self._product(rows[:-rest], right, bias)
+        Products().into_(to[-rest:], rows[-rest:], right, bias)
+        return out
+
+    def _product(self, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         """left [..., n] times right [n, columns], plus bias [columns], by the library that suits."""
         if self._suits_onednn(left, right.shape[1]):
             rows = torch.ops.mkldnn._linear_pointwise(left.flatten(0, -2), right.T, bias, "none", [], "")

@@ -25,13 +25,15 @@ class InBf16(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.found, self.products, self.onednn = set(), 0, 0
+        self.found, self.products, self.onednn, self.shapes = set(), 0, 0, set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         if name in PRODUCTS or name.startswith(ATTENTION):
             self.products += 1
-            self.onednn += name == "_linear_pointwise"
+            if name == "_linear_pointwise":
+                self.onednn += 1
+                self.shapes.add((args[0].shape, args[1].shape))
             if any(isinstance(x, torch.Tensor) and x.dtype == torch.bfloat16 for x in args):
                 self.found.add(name)
         return func(*args, **(kwargs or {}))
@@ -90,8 +92,9 @@ def test_products_by_onednn_are_the_same(dtype, monkeypatch):
     left, weight, bias = (torch.randn(*n, generator=generator).to(dtype) for n in ((6, 7, 90), (40, 90), (40,)))
     left, weight = left[:, :, 3:83].transpose(0, 1), weight[:, 10:]
     rows, fast = left.flatten(0, 1), Products(onednn=True)
-    for small in (0, 2**20):
+    for small, step in ((0, 1), (0, 32), (2**20, 1)):
         monkeypatch.setattr(products_module, "SMALL", small)
+        monkeypatch.setattr(products_module, "ROWS", step)
         with InBf16() as seen:
             found = [
                 fast.of(left, weight.T), fast.linear(left, weight, bias), fast.linear(left, weight),
@@ -110,6 +113,19 @@ def test_products_by_onednn_are_the_same(dtype, monkeypatch):
             assert error < {torch.float32: 1e-6, torch.float64: 1e-15, torch.bfloat16: 2**-8}[dtype]
         # A dispatch mode would hide what autograd takes for a view.
         assert not fast.linear(left, weight, bias)._is_view() and not fast.linear(left, weight)._is_view()
+
+
+def test_onednn_meets_few_shapes_whatever_the_rows():
+    """As those of an expert, which are others at each step: memory would grow with each."""
+    weight, grad, fast = torch.ones(64, 128), torch.zeros(64, 128), Products(onednn=True)
+    with InBf16() as seen:
+        for rows in range(200, 400, 3):
+            x = torch.ones(rows, 128)
+            out = fast.linear(x, weight)
+            fast.add_(grad, out.T, x)
+            assert (out == 128).all() and out.shape == (rows, 64)
+    assert (grad == 128 * sum(range(200, 400, 3))).all()
+    assert 2 <= len(seen.shapes) <= 8 < seen.onednn
 
 
 def test_results_are_rounded_as_those_of_bf16_products():
@@ -167,6 +183,7 @@ def test_no_product_of_a_model_is_taken_in_bf16(flags):
 def test_a_run_multiplies_by_the_library_that_is_asked_for(monkeypatch):
     """Experts, dense layers, the head; forward, and both gradients."""
     monkeypatch.setattr(products_module, "SMALL", 0)
+    monkeypatch.setattr(products_module, "ROWS", 1)
     flags = "--num-experts 4 --num-layers 2 --expert-interval 2"
     losses, seen = watched(None, f"{flags} --cpu-matmul onednn")
     own, without = watched(None, f"{flags} --cpu-matmul torch")
