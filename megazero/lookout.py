@@ -82,6 +82,7 @@ class Lookout:
         self._moved = -1, 0.0                               # this rank's beats, and when they grew
         self._shown = False                                 # whether a hang is being shown
         self._answered = 0                                  # how often the store has answered this thread
+        self._asks = "the job's store"                      # or the disk of a file
 
     def __enter__(self) -> Lookout:
         if self.how.signals:
@@ -199,7 +200,7 @@ class Lookout:
             waited = waited + TICK if answered == self._answered else 0.0
             answered = self._answered
             if waited > SILENCE:
-                self._leave(f"error: rank {self.world.rank} had no answer of the job's store for {SILENCE:.0f} s", 1)
+                self._leave(f"error: rank {self.world.rank} had no answer of {self._asks} for {SILENCE:.0f} s", 1)
             time.sleep(TICK)
 
     def _look_here(self) -> None:
@@ -233,8 +234,12 @@ class Lookout:
 
     def _look_for_file(self) -> None:
         path = self.how.kill_switch
-        if path is not None and self.world.rank == 0 and path.exists():
+        if path is None or self.world.rank:
+            return
+        store, self._asks = self._asks, f"the disk of --kill-switch-path {path}"
+        if path.exists():
             self.stop.ask(f"--kill-switch-path {path}")
+        self._asks = store
 
     # ------------------------------------------------------------------------------------------------------- failing
 

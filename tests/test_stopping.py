@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pretrain_gpt
+from megazero import lookout as lookout_module
 from megazero.checkpoint import Reader, folder_of
 from megazero.flags import parse
 from megazero.lookout import Lookout, Watched
@@ -249,6 +251,28 @@ def test_a_rank_waits_for_its_launcher_where_another_one_has_stopped_its_own(mon
             lookout.stop.ask(reason)
         lookout.linger()
         assert (time.monotonic() - began >= 0.01) == waits
+
+
+def test_a_disk_that_is_silent_is_not_taken_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asks both in one thread."""
+    said, left = [], threading.Event()
+
+    def exists(path: Path) -> bool:
+        left.wait(10)
+        return False
+
+    def leave(lookout: Lookout, text: str, code: int) -> None:
+        said.append(text)
+        left.set()
+
+    monkeypatch.setattr(lookout_module, "TICK", 0.01)
+    monkeypatch.setattr(lookout_module, "SILENCE", 0.05)
+    monkeypatch.setattr(Path, "exists", exists)
+    monkeypatch.setattr(Lookout, "_leave", leave)
+    with Lookout(World(0, 2), Watched(signals=False, kill_switch=Path("/disk/stop"))) as lookout:
+        lookout.connect(dist.HashStore())
+        assert left.wait(10)
+    assert said[0] == "error: rank 0 had no answer of the disk of --kill-switch-path /disk/stop for 0 s"
 
 
 def test_signals_are_left_to_the_system_on_request_and_after_the_run() -> None:
