@@ -56,7 +56,7 @@ def started(folder, *words, prepare=None, **numbers):
 def ended(process):
     """(exit code, stdout, stderr); a hang is a failure."""
     try:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=90)
     finally:
         process.kill()
     return process.returncode, out, err
@@ -287,7 +287,7 @@ def long_input(tmp_path_factory):
 def begun(process, folder, shards):
     """Waits until a run has finished some shards, or written something; gives its workers."""
     noted, tokens = folder / "out" / "x.partial" / "progress.json", folder / "out" / "x.partial" / "0" / "bin"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while not (noted.exists() if shards else tokens.exists() and tokens.stat().st_size):
         assert process.poll() is None and time.monotonic() < deadline, process.stderr.read()
         time.sleep(0.005)
@@ -323,9 +323,9 @@ def test_a_killed_run_can_go_on_c014(tmp_path, long_input):
     process = started(tmp_path, "--input", source, "--workers", 2, "--shard-megabytes", 2)
     children = begun(process, tmp_path, shards=True)
     process.kill()
-    process.communicate(timeout=30)
+    process.communicate(timeout=90)
     assert left(tmp_path) == ["x.partial"]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 90
     while any(os.path.exists(f"/proc/{child}") for child in children):  # workers do not outlive it
         assert time.monotonic() < deadline
         time.sleep(0.01)
