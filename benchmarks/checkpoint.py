@@ -39,6 +39,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
+from megazero.cores import usable_cores  # noqa: E402
 from megazero.parallel.groups import Mesh, World, connect, disconnect, open_mesh  # noqa: E402
 from megazero.parallel.params import Initial, ParamInfo  # noqa: E402
 from megazero.parallel.rules import Adam  # noqa: E402
@@ -301,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
             command = [*launch, __file__, *map(str, asked), "--media", *args.media, "--worker", str(file)]
             subprocess.run(command, check=True, env={"OMP_NUM_THREADS": "1", **os.environ})
             found = everything[f"{processes} processes"] = json.loads(file.read_text())
-        print(f"{processes} processes, {args.parameters:,} parameters, {len(os.sched_getaffinity(0))} cores")
+        print(f"{processes} processes, {args.parameters:,} parameters, {usable_cores()} cores")
         show(found)
     if args.json:
         Path(args.json).write_text(json.dumps(everything, indent=1) + "\n")

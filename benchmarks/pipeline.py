@@ -31,6 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # also run from a checkout that is not installed
 
+from megazero.cores import usable_cores  # noqa: E402
 from megazero.parallel.collectives import all_reduce  # noqa: E402
 from megazero.parallel.groups import Mesh, mesh_on_paper, open_mesh  # noqa: E402
 from megazero.parallel.params import adopt, collect, initialize  # noqa: E402
@@ -246,7 +247,7 @@ def main(argv: list[str] | None = None) -> None:
             command = [*launch, __file__, *(sys.argv[1:] if argv is None else argv), "--worker", str(file)]
             subprocess.run(command, check=True, env={**os.environ, **THREADS})
             everything[f"{processes} processes"] = json.loads(file.read_text())
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     for title, schedules in everything.items():
         for schedule, numbers in schedules.items():
             print(f"{title} x {args.threads} threads on {cores} cores, {schedule}, {args.micro_batches} micro-batches")

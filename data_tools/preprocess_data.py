@@ -35,6 +35,7 @@ from data_tools.journal import Journal, Progress  # noqa: E402
 from data_tools.progress import ProgressBar  # noqa: E402
 from data_tools.workers import Workers  # noqa: E402
 from megazero.config import DataConfig  # noqa: E402
+from megazero.cores import usable_cores  # noqa: E402
 from megazero.data.indexed import IndexedWriter, Mark  # noqa: E402
 from megazero.data.tokenizer import TYPES  # noqa: E402
 
@@ -80,11 +81,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if value is not None and value < least:
             parser.error(f"--{name.replace('_', '-')} {value}: at least {least}")
     return args
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def useful_workers(wanted: int, files: list[str]) -> int:
@@ -250,7 +246,7 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
         merge_file=args.merge_file,
     )
     settings = Settings(data, args.vocab_size, tuple(args.json_keys), args.append_eod, args.split_sentences)
-    with Workers(useful_workers(args.workers or cores(), files), settings) as workers:
+    with Workers(useful_workers(args.workers or usable_cores(), files), settings) as workers:
         encoder = Encoder(settings)
         workers.wait()
         return write(args, files, encoder, workers)

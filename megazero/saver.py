@@ -8,7 +8,6 @@ goes wrong on one rank (a full disk) is told to all, who end with the same one l
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .checkpoint import Writing, commit, finish, folder_of, new_save_id, write_files
 from .checkpoint_index import INDEX, BucketLayout, FilePart, Index, StageLayout, TensorEntry
+from .cores import usable_cores
 from .parallel.collectives import AgreedError, Pending, gather_objects, start_all_reduce, together
 from .parallel.groups import Mesh, World
 from .parallel.zero import ZeroOptimizer
@@ -193,7 +193,7 @@ class Saver:
         if copied is not None:
             copied.synchronize()
         # Beside the training one core is enough; else a rank has as many as the others of its host leave it.
-        cores = 1 if self.how.background else len(os.sched_getaffinity(0)) // World.from_environment().local_size
+        cores = 1 if self.how.background else usable_cores() // World.from_environment().local_size
         at_once = min(max(cores, 1), FILES_AT_ONCE)
         how = replace(self.how.writing, at_once=at_once, between=self._check_stopping)
         return write_files(

@@ -19,7 +19,7 @@ SCANNED = ("megazero", "data_tools", "scripts", "benchmarks", "examples", "pretr
 FLOORS = (
     ("megazero/settings.py", "megazero/checksum.py", "megazero/tensor_file.py", "megazero/batch_sizes.py",
      "megazero/layout_string.py", "megazero/allocator.py", "megazero/ds_keys.py", "megazero/memory.py",
-     "megazero/stopping.py", "megazero/signals.py", "megazero/spikes.py"),
+     "megazero/stopping.py", "megazero/signals.py", "megazero/spikes.py", "megazero/cores.py"),
     ("megazero/config.py", "megazero/config_data.py", "megazero/config_moe.py", "megazero/config_parallel.py",
      "megazero/config_precision.py", "megazero/config_checkpoint.py", "megazero/config_schedule.py",
      "megazero/config_distill.py", "megazero/config_curriculum.py", "megazero/config_operations.py",
