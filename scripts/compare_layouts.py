@@ -14,7 +14,6 @@ import json
 import math
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from
 from megazero.checkpoint import Reader, folder_of  # noqa: E402
 from megazero.config import Config, PrecisionConfig, check_world  # noqa: E402
 from megazero.flags import parse, split_words  # noqa: E402
+from scripts.ranks import free_port, variables  # noqa: E402
 
 FRONT_DOOR = Path(__file__).resolve().parent.parent / "pretrain_gpt.py"
 MEASURES = ("loss", "grad_norm", "weights", "moments")
@@ -222,22 +222,16 @@ def compare(
 def launch(flags: Sequence[str], layout: Layout, folder: Path) -> None:
     """One training run to its end, its files in `folder`. Raises ValueError with the error line of a run that fails."""
     folder.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     own = ("--save", str(folder), "--metrics-jsonl", str(folder / "metrics.jsonl"))
     command = [sys.executable, str(FRONT_DOOR), *flags, *own]
     processes = []
     try:
         for rank in range(layout.world):
-            world = {
-                "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": layout.world, "LOCAL_WORLD_SIZE": layout.world,
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1,
-            }
-            variables = [f"{name}={value}" for name, value in world.items()]
+            place = [f"{name}={value}" for name, value in variables(rank, layout.world, port).items()]
             with open(folder / f"output-{rank}", "wb") as output:
                 processes.append(subprocess.Popen(
-                    ["env", *variables, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                    ["env", *place, *command], stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                 ))
         wait_for(processes)
     finally:

@@ -47,6 +47,7 @@ from megazero.parallel.topology import Topology  # noqa: E402
 from megazero.pipe.p2p import Wires  # noqa: E402
 from megazero.products import describe_products, products_of  # noqa: E402
 from megazero.watching import bus_factor  # noqa: E402
+from scripts.ranks import free_port  # noqa: E402
 
 NEEDED = ("torch", "numpy", "safetensors", "sentencepiece", "tensorboard", "tokenizers", "tqdm")
 OPTIONAL = ("triton", "matplotlib", "pillow", "wandb", "zstandard", "PyYAML", "transformers")
@@ -226,9 +227,7 @@ def try_kernels(seconds: float) -> list[dict[str, Any]]:
 
 def between_processes(args: argparse.Namespace) -> list[dict[str, Any]]:
     """The collectives between processes of this machine: copies of this script, as torchrun would start them."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     words = [sys.executable, __file__, "--worker", "--seconds", str(args.seconds)]
     shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.ranks)}
     started = [
