@@ -103,7 +103,7 @@ def write_files(
         for number in range(1, len(files) + 1)
     ]
     (folder / paths[0]).parent.mkdir(parents=True, exist_ok=True)
-    failed = threading.Event()
+    layout, failed = stage.checksum(), threading.Event()
 
     def between() -> None:
         if failed.is_set():
@@ -117,7 +117,7 @@ def write_files(
         except BaseException:
             failed.set()
             raise
-        return FilePart(rank, path, written, stage.checksum(), len(files))
+        return FilePart(rank, path, written, layout, len(files))
 
     with ThreadPoolExecutor(how.at_once) as pool:
         parts = [pool.submit(write, path, tensors) for path, tensors in zip(paths, files, strict=True)]

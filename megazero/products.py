@@ -42,7 +42,7 @@ class Products:
 
     def of(self, left: Tensor, right: Tensor) -> Tensor:
         """left [..., n] times right [n, columns] -> [..., columns]."""
-        return self.call(lambda left, right: self._of_rows(left, right, None), left, right)
+        return self.call(self._of_rows, left, right)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [..., n] times the transpose of weight [columns, n], plus bias [columns] -> [..., columns], a tensor of its
@@ -67,18 +67,19 @@ class Products:
 
     def add_(self, grad: Tensor, left: Tensor, right: Tensor) -> None:
         """Add left [out, rows] times right [rows, in] to grad [out, in], which may be of a wider dtype."""
-        rest = right.shape[0] % ROWS if self._suits_onednn(left, right.shape[1]) else 0
-        if rest:
+        if not self._suits_onednn(left, right.shape[1]):
+            if grad.dtype == left.dtype and not self.widens(left):
+                grad.addmm_(left, right)
+            else:
+                grad.add_(self.call(self._product, left, right))
+        elif rest := right.shape[0] % ROWS:
             Products().add_(grad, left[:, -rest:], right[-rest:])
-            left, right = left[:, :-rest], right[:-rest]
-            if not len(right):
-                return
-        if grad.dtype == left.dtype and not self.widens(left) and not self._suits_onednn(left, right.shape[1]):
-            grad.addmm_(left, right)
+            if len(right) > rest:
+                self.add_(grad, left[:, :-rest], right[:-rest])
         elif left.numel() > LARGE * right.numel() and not left.is_contiguous():
-            grad.add_(self.call(self._product, right.T, left.T).T)
+            grad.add_(self._product(right.T, left.T).T)
         else:
-            grad.add_(self.call(self._product, left, right))
+            grad.add_(self._product(left, right))
 
     def call(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """A function of products, such as attention: of the widened tensors, its result rounded."""
@@ -86,7 +87,7 @@ class Products:
             return function(*tensors)
         return function(*(x.to(self.through) for x in tensors)).to(self.narrow)
 
-    def _of_rows(self, left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    def _of_rows(self, left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
         """left [..., n] times right [n, columns], plus bias [columns], where the rows may be any number."""
         rest = left.shape[:-1].numel() % ROWS if self._suits_onednn(left, right.shape[1]) else 0
         if not rest:
@@ -128,9 +129,9 @@ def products_of(device: torch.device, library: Library = "auto") -> Products:
 
 def describe_products(products: Products, dtype: torch.dtype) -> list[str]:
     """What a run in `dtype` says of them at its start."""
-    widens = products.through is not None and dtype == products.narrow
-    lines = ["bf16 matrix products go through fp32, results rounded to bf16: this CPU has no bf16 instructions"]
-    told = lines if widens else []
+    told, widens = [], products.through is not None and dtype == products.narrow
+    if widens:
+        told.append("bf16 matrix products go through fp32, results rounded to bf16: this CPU has no bf16 instructions")
     if products.onednn and (widens or dtype == torch.float32):
-        told = [*told, "fp32 matrix products by oneDNN (--cpu-matmul torch: as torch takes them)"]
+        told.append("fp32 matrix products by oneDNN (--cpu-matmul torch: as torch takes them)")
     return told

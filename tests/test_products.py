@@ -115,6 +115,14 @@ def test_products_by_onednn_are_the_same(dtype, monkeypatch):
         assert not fast.linear(left, weight, bias)._is_view() and not fast.linear(left, weight)._is_view()
 
 
+def test_only_for_onednn_is_the_smaller_matrix_put_first():
+    """Elsewhere a gradient would be added column by column."""
+    left, right, grad = torch.ones(64, 90).bfloat16(), torch.ones(64, 4).bfloat16(), torch.zeros(90, 4)
+    with mock.patch.object(torch, "matmul", wraps=torch.matmul) as multiplied:
+        Products().add_(grad, left.T, right)
+    assert [tuple(x.shape) for x in multiplied.call_args.args] == [(90, 64), (64, 4)] and (grad == 64).all()
+
+
 def test_onednn_meets_few_shapes_whatever_the_rows():
     """As those of an expert, which are others at each step: memory would grow with each."""
     weight, grad, fast = torch.ones(64, 128), torch.zeros(64, 128), Products(onednn=True)
