@@ -306,7 +306,7 @@ def collectives(group: Group, neighbours: Wires) -> list[Test]:
 
     def pass_on(x: Tensor) -> Tensor:
         got = torch.empty_like(x)
-        for work in (neighbours.receive(got, before), neighbours.send(x, after)):
+        for work in (neighbours.receive([got], before), neighbours.send([x], after)):
             work.wait()
         return got
 

@@ -1,4 +1,5 @@
-"""Two hosts, tensor inside each and data across: one host's processes die, and the job ends as if they had not."""
+"""Two hosts. Tensor inside each and data across: one host's processes die, and the job ends as if they had not. And a
+pipeline over both, whose neighbours share memory on each."""
 
 from __future__ import annotations
 
@@ -66,3 +67,22 @@ def test_a_host_whose_processes_die_restarts_the_job_and_the_losses_are_those_of
     assert "going on after iteration" in logs[0].read_text()
     with capsys.disabled():
         print(f"\n{seconds:.1f} s from the death of a host's processes to the next step", end=" ")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+def test_a_pipeline_over_two_hosts_has_the_losses_of_one_process(tmp_path):
+    """Four stages, two on each host: within one neighbours share memory, between them messages go over the cable."""
+    corpus, lines = write(tmp_path, "web", 1), tmp_path / "lines.jsonl"
+    flags = f"{ON_FILES} --fp64 --micro-batch-size 1 --train-iters 3 --data-path {corpus}"
+    alone = train(flags, base="")
+    split = f"--pipeline-model-parallel-size 4 --metrics-jsonl {lines}"
+    logs = [tmp_path / "log0", tmp_path / "log1"]
+    with two_hosts() as hosts:
+        running = [
+            hosts[n].fork([*launch_words(hosts, n, "2", 2), "pretrain_gpt.py", *f"{flags} {split}".split()], logs[n])
+            for n in range(2)
+        ]
+        wait_until(lambda: all(process.exitcode is not None for process in running), 60, logs)
+    assert [process.exitcode for process in running] == [0, 0], logs[0].read_text() + logs[1].read_text()
+    assert list(losses_in(lines).values()) == pytest.approx(alone.losses, rel=1e-12)

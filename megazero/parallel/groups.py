@@ -94,7 +94,8 @@ class Exchange:
 class Group:
     """Some ranks in order, and this rank's place among them.
 
-    memory  through which they hand each other tensors where they are on one host; None: by messages alone
+    memory    through which they hand each other tensors where they are on one host; None: by messages alone
+    patience  seconds for which two of them that share memory wait for each other; None: no two are to share any
     """
 
     axis: str
@@ -102,6 +103,7 @@ class Group:
     index: int = 0
     handle: Any = None          # None for a group of one, and on paper
     memory: SharedMemory | None = field(default=None, compare=False)
+    patience: float | None = field(default=None, compare=False)
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)     # of this process
     watch: Watch = field(default_factory=Watch, compare=False, repr=False)              # what it costs is noted there
 
@@ -226,8 +228,8 @@ def open_mesh(
     timeout_minutes: float = 10,
 ) -> Mesh:
     """Make this rank's groups. With one rank nothing is made and no rendezvous is needed. `products` is how the layers
-    that are built for the mesh multiply. Tensor ranks on CPUs share memory where they can; for so long one waits there
-    for another.
+    that are built for the mesh multiply. Tensor ranks and neighbours in a pipeline share memory where they compute on
+    CPUs of one host; for so long one waits there for another.
 
     Raises ValueError where the number of started processes is not the topology's.
     """
@@ -237,10 +239,12 @@ def open_mesh(
     if dist.get_world_size() != topology.world:
         raise ValueError(f"{topology} needs {topology.world} ranks, {dist.get_world_size()} were started")
     mesh = _mesh(topology, rank, device, new_group, products)
-    if device.type != "cpu" or topology.tensor == 1:
+    if device.type != "cpu":
         return mesh
-    tensor = replace(mesh.tensor, memory=SharedMemory(mesh.tensor.index, 60 * timeout_minutes))
-    return replace(mesh, tensor=tensor)
+    seconds, tensor = 60 * timeout_minutes, mesh.tensor
+    if topology.tensor > 1:
+        tensor = replace(tensor, memory=SharedMemory(tensor.index, seconds))
+    return replace(mesh, tensor=tensor, pipeline=replace(mesh.pipeline, patience=seconds))
 
 
 def _mesh(

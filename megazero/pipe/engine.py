@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..parallel.groups import Exchange
 from ..parallel.weights import WeightQueue, Work
 from ..stopping import Stop, Stopped
 from .instructions import (
@@ -32,6 +33,7 @@ from .instructions import (
     SendActivation,
     SendGrad,
 )
+from .line import nbytes_of
 from .lower import Program
 from .message import HEADER, Format
 from .output import Hidden, Output, WithLoss, add_reports_, flat, hidden_of, shaped
@@ -71,14 +73,15 @@ class _Live:
     loss: Tensor | None = None        # of the stage's own layers
     grads: Grads = ()                 # gradient of each tensor of exit; none on the last stage, whose exit is the loss
     entry_grads: Grads = ()           # gradients of entry, until they are sent
-    arriving: Sequence[Any] = ()      # the receives that fill entry or grads
+    arriving: Exchange | None = None  # the receive that fills entry or grads
 
 
 @dataclass
 class _Sending:
-    """A message under way: the works and tensors of its parts, and the storages that are free once it has gone."""
+    """A message under way, its tensors, and the storages that are free once it has gone."""
 
-    parts: list[tuple[Any, Tensor]]
+    message: Exchange
+    tensors: Sequence[Tensor]
     spent: Sequence[torch.UntypedStorage]
 
 
@@ -106,18 +109,17 @@ class _Step:
 
     def arrive(self, live: _Live) -> None:
         """Wait for the tensors that are on their way."""
-        for work in live.arriving:
-            work.wait()
-        live.arriving = ()
+        if live.arriving is not None:
+            live.arriving.wait()
+            live.arriving = None
         self.began = perf_counter()
 
     def settle(self, limit: int) -> None:
         """Wait for the oldest sends until at most `limit` are under way."""
         while len(self.sends) > limit:
-            message = self.sends.popleft()
-            for work, _ in message.parts:
-                work.wait()
-            for storage in message.spent:
+            sending = self.sends.popleft()
+            sending.message.wait()
+            for storage in sending.spent:
                 storage.resize_(0)
 
 
@@ -234,7 +236,7 @@ class PipeEngine:
     def _backward(self, op: Backward | BackwardInput, step: _Step) -> None:
         """Gradients of the stage's input and of all weights that the stage's queue does not put off."""
         live = step.of(op)
-        if live.arriving:
+        if live.arriving is not None:
             step.arrive(live)
         if op.stage == self.last_stage:
             live.grads = [None]
@@ -276,7 +278,7 @@ class PipeEngine:
         if not tensors:                                   # gradients that nobody asked for
             return
         whole = [x.contiguous() for x in tensors]
-        step.sends.append(_Sending([(self.wires.send(x, peer), x) for x in whole], spent))
+        step.sends.append(_Sending(self.wires.send(whole, peer), whole, spent))
         step.settle(SENDS_UNDER_WAY)
 
     def _send_activation(self, op: SendActivation, step: _Step) -> None:
@@ -287,6 +289,7 @@ class PipeEngine:
         if form is None:
             self._sent[place] = form = Format.of(out)
             self._send([form.header(self.device)], op.peer, step)
+            self.wires.offer(op.peer, nbytes_of(tensors))
         elif not form.fits(tensors):
             raise ValueError(
                 f"stage {op.stage}: its output is {Format.of(out)}, but was {form} under the same key {step.key}"
@@ -302,12 +305,13 @@ class PipeEngine:
         live, place = step.of(op), step.place(op.stage)
         if place not in self._received:
             header = torch.empty(HEADER, dtype=torch.int64, device=self.device)
-            self.wires.receive(header, op.peer).wait()
-            self._received[place] = Format.read(header.tolist())
+            self.wires.receive([header], op.peer).wait()
+            self._received[place] = form = Format.read(header.tolist())
+            self.wires.accept(op.peer, nbytes_of(form.empty(torch.device("meta"))))
         form = self._received[place]
         tensors = form.empty(self.device)
         live.entry = shaped(tensors, form.is_tuple)
-        live.arriving = [self.wires.receive(x.detach(), op.peer) for x in tensors]
+        live.arriving = self.wires.receive([x.detach() for x in tensors], op.peer)
 
     def _send_grad(self, op: SendGrad, step: _Step) -> None:
         self._send(step.live.pop((op.stage, op.micro)).entry_grads, op.peer, step)
@@ -318,7 +322,8 @@ class PipeEngine:
             torch.empty(x.shape, dtype=x.dtype, device=self.device) if x.requires_grad else None
             for x in flat(live.exit)
         ]
-        live.arriving = [self.wires.receive(grad, op.peer) for grad in live.grads if grad is not None]
+        wanted = [grad for grad in live.grads if grad is not None]
+        live.arriving = self.wires.receive(wanted, op.peer) if wanted else None
 
     def _reduce(self, op: ReduceGrads, step: _Step) -> None:
         if self.reduction is not None:

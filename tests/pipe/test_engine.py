@@ -2,6 +2,7 @@
 
 import functools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -84,10 +85,16 @@ class Reduced:
         self.finished.append(stage)
 
 
+def pipeline_of(mesh, shares):
+    """Its pipeline, whose neighbours share memory or not."""
+    assert mesh.pipeline.size == 1 or mesh.pipeline.patience is not None
+    return mesh.pipeline if shares else replace(mesh.pipeline, patience=None)
+
+
 class Rank:
     """One pipeline rank with its stages, as a schedule places them."""
 
-    def __init__(self, ranks, name="1f1b", chunks=1):
+    def __init__(self, ranks, name="1f1b", chunks=1, shares=True):
         self.mesh, self.schedule, self.chunks = open_mesh(Topology(pipeline=ranks)), SCHEDULES[name], chunks
         homes = self.schedule.homes(ranks, chunks)
         layers, self.stages, self.bounds = make_layers(), len(homes), even(LAYERS, len(homes))
@@ -97,7 +104,7 @@ class Rank:
         }
         self.reduced = Reduced()
         self.engine = PipeEngine(
-            self.parts, self.stages - 1, Wires(self.mesh.pipeline, edges_of(self.programs(1))),
+            self.parts, self.stages - 1, Wires(pipeline_of(self.mesh, shares), edges_of(self.programs(1))),
             queues={s: part.queue for s, part in self.parts.items()}, reduction=self.reduced, **options
         )
 
@@ -127,9 +134,9 @@ class Rank:
         assert sorted(reduced.finished) == sorted(self.parts), "each stage is reduced once, when it is complete"
 
 
-def check_schedules(ranks):
+def check_schedules(ranks, shares):
     for name, chunks in RUNS:
-        rank = Rank(ranks, name, chunks)
+        rank = Rank(ranks, name, chunks, shares)
         for micros in (1, 2, 3, 5, 8):
             rank.step(micros, 3)
             rank.check_gradients(micros, 3)
@@ -141,24 +148,25 @@ def check_schedules(ranks):
             rank.check_gradients(4, rows)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_any_schedule_gives_the_gradients_of_one_process(ranks):
+@pytest.mark.parametrize(("ranks", "shares"), [(1, True), (2, True), (3, True), (4, True), (2, False), (4, False)])
+def test_any_schedule_gives_the_gradients_of_one_process(ranks, shares):
     """C057 C064 C070: layers that few numbers of stages divide, 1 to 8 micro-batches, each with a loss of its own,
-    hidden states of changing shape."""
-    on_ranks(ranks, check_schedules, ranks)
+    hidden states of changing shape; neighbours share memory or send over gloo."""
+    on_ranks(ranks, check_schedules, ranks, shares)
 
 
-def check_large_messages(ranks):
+def check_large_messages(ranks, shares):
     """More than 4 MiB each way, in both directions at once: no send may wait for a receive that comes later."""
     rows = (5 << 20) // (8 * HIDDEN)
     for name, chunks in RUNS:
-        rank = Rank(ranks, name, chunks)
+        rank = Rank(ranks, name, chunks, shares)
         rank.step(2, rows)
         assert all(p.grad is not None for part in rank.parts.values() for p in part.parameters())
 
 
-def test_large_messages_do_not_hang():
-    on_ranks(2, check_large_messages, 2)
+@pytest.mark.parametrize("shares", [True, False])
+def test_large_messages_do_not_hang(shares):
+    on_ranks(2, check_large_messages, 2, shares)
 
 
 def test_edges_make_their_groups_without_waiting_in_a_circle():
@@ -205,10 +213,12 @@ class Sleeper:
 
 
 SLEEPERS = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1)]
-MESSAGES = {"4 KiB": ((4 << 10) // 8, 0.015), "1 MiB": ((1 << 20) // 8, 0.045)}      # fp64 numbers, seconds of a sleep
+MESSAGES = {"4 KiB": (4 << 10) // 8, "4 MiB": (4 << 20) // 8}      # fp64 numbers
+# Seconds of a sleep. Over gloo four copies of 4 MiB on two cores cost time too.
+SECONDS = {("4 KiB", True): 0.015, ("4 MiB", True): 0.03, ("4 KiB", False): 0.015, ("4 MiB", False): 0.09}
 
 
-def sleep_through(ranks, micros, paper, limit):
+def sleep_through(ranks, micros, paper, limit, shares):
     """Time of a step of sleeping stages in sleeps, by schedule and size of the messages: that of the slowest rank, in
     the best of up to ten tries.
 
@@ -219,9 +229,10 @@ def sleep_through(ranks, micros, paper, limit):
     for name, chunks in SLEEPERS:
         schedule, stages = SCHEDULES[name], ranks * chunks
         programs = add_communication(schedule(ranks, micros, chunks), stages)
-        wires = Wires(mesh.pipeline, edges_of(programs))
+        wires = Wires(pipeline_of(mesh, shares), edges_of(programs))
         mine = [s for s, home in enumerate(schedule.homes(ranks, chunks)) if home == mesh.stage]
-        for message, (numbers, seconds) in MESSAGES.items():
+        for message, numbers in MESSAGES.items():
+            seconds = SECONDS[message, shares]
             parts = {s: Sleeper(seconds, (1, numbers), s == stages - 1) for s in mine}
             queues = {s: part.queue for s, part in parts.items()}
             engine = PipeEngine(parts, stages - 1, wires, queues=queues, **options)
@@ -229,7 +240,7 @@ def sleep_through(ranks, micros, paper, limit):
             for _ in range(10):
                 dist.barrier()
                 start = time.perf_counter()
-                engine.run(programs[mesh.stage], [None] * micros)
+                engine.run(programs[mesh.stage], [None] * micros, key=message)
                 took = torch.tensor((time.perf_counter() - start) / seconds)
                 best = torch.minimum(best, all_reduce(took, mesh.pipeline, "max"))
                 if best <= limit * paper[name]:
@@ -238,16 +249,16 @@ def sleep_through(ranks, micros, paper, limit):
     return found
 
 
-def test_sleeping_stages_take_the_simulated_time():
-    """At most 1.15 of it, though messages travel: the engine adds no waiting of its own (seen on two cores with other
-    work: 1.03 to 1.05 with 4 KiB)."""
+@pytest.mark.parametrize("shares", [True, False])
+def test_sleeping_stages_take_the_simulated_time(shares):
+    """At most 1.15 of it, though messages travel: the engine adds no waiting of its own."""
     ranks, micros, limit = 4, 6, 1.15
     paper = {
         name: simulate(add_communication(SCHEDULES[name](ranks, micros, chunks), ranks * chunks)).makespan
         for name, chunks in SLEEPERS
     }
     assert paper == {"1f1b": 3 * (6 + 3), "interleaved": 3 * (2 * 6 + 3), "zb-h1": 3 * 6 + 3}
-    (measured, *_) = on_ranks(ranks, sleep_through, ranks, micros, paper, limit, timeout=90)
+    (measured, *_) = on_ranks(ranks, sleep_through, ranks, micros, paper, limit, shares, timeout=90)
     for (name, message), slowest in measured.items():
         ratio = slowest / paper[name]
         assert 0.99 <= ratio <= limit, f"{name}, messages of {message}: {ratio:.3f} of the time on paper"
@@ -309,7 +320,7 @@ def leave_by_the_error(rank, ranks, name, chunks, folder, told):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     try:
         fail_in_the_middle(ranks, name, chunks)
-    except RuntimeError as error:                         # the planted one, or a connection that its end has closed
+    except (RuntimeError, ConnectionError) as error:      # the planted one, or a connection that its end has closed
         told.put((time.monotonic(), rank, type(error).__name__))
         told.close()
         told.join_thread()
@@ -335,7 +346,8 @@ def test_a_stage_that_raises_ends_the_job_under_any_schedule(name, chunks, tmp_p
         for process in job:
             process.kill()
     errors = sorted(told.get(timeout=1) for _ in range(ranks))
-    assert errors[0][1:] == (1, "Planted") and {name for _, _, name in errors[1:]} == {"RuntimeError"}
+    assert errors[0][1:] == (1, "Planted")
+    assert {error for _, _, error in errors[1:]} <= {"RuntimeError", "ConnectionError"}
 
 
 def test_wires_need_no_process_group_where_there_is_no_edge():

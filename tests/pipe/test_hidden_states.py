@@ -3,6 +3,7 @@ schedule gives the losses, gradients and reports of one process."""
 
 import functools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -219,20 +220,23 @@ def test_a_header_says_any_format():
         Format.of(torch.zeros(1, dtype=torch.uint16)).header(CPU)
 
 
-def hand_over_all_dtypes():
+def hand_over_all_dtypes(shares):
     """The sum of each tensor that the second rank got, which are of all dtypes, and a scalar and an empty one."""
     mesh = open_mesh(Topology(2))
+    pipeline = mesh.pipeline if shares else replace(mesh.pipeline, patience=None)
     programs = add_communication(SCHEDULES["gpipe"].forward_only(2, 2, 1), 2)
     parts = [
         lambda x, batch: (*(torch.full((3, 2), 1 + batch).to(d) for d in DTYPES), torch.tensor(7.0), torch.ones(0, 4)),
         lambda x, batch: torch.stack([t.to(torch.float64).sum() for t in x]),
     ]
-    engine = PipeEngine({mesh.stage: parts[mesh.stage]}, 1, Wires(mesh.pipeline, edges_of(programs)), device=CPU)
+    engine = PipeEngine({mesh.stage: parts[mesh.stage]}, 1, Wires(pipeline, edges_of(programs)), device=CPU)
     return engine.run(programs[mesh.stage], [0, 1])
 
 
-def test_all_dtypes_travel():
-    found = on_ranks(2, hand_over_all_dtypes)[1]
+@pytest.mark.parametrize("shares", [True, False])
+def test_all_dtypes_travel(shares):
+    """Through memory that the two share, and over gloo."""
+    found = on_ranks(2, hand_over_all_dtypes, shares)[1]
     for number, sums in enumerate(found):
         expected = [6.0 if dtype is torch.bool else 6.0 * (1 + number) for dtype in DTYPES]
         assert sums.tolist() == [*expected, 7.0, 0.0]
@@ -246,14 +250,14 @@ class Blocking:
             pass
 
     def __init__(self, wires):
-        self.wires, self.pipeline = wires, wires.pipeline
+        self.pipeline, self.offer, self.accept, self.wires = wires.pipeline, wires.offer, wires.accept, wires
 
-    def send(self, x, to):
-        self.wires.send(x, to).wait()
+    def send(self, tensors, to):
+        self.wires.send(tensors, to).wait()
         return self.Done()
 
-    def receive(self, x, source):
-        self.wires.receive(x, source).wait()
+    def receive(self, tensors, source):
+        self.wires.receive(tensors, source).wait()
         return self.Done()
 
 
