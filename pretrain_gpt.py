@@ -366,7 +366,8 @@ def zero_of(config: Config) -> Zero:
 def pipelining_of(config: Config) -> Pipelining:
     """Schedule, stages per rank and the rule of the split. Raises ValueError where they do not go together."""
     parallel, layers = config.parallel, config.model.num_layers
-    how = Pipelining(parallel.schedule(layers), parallel.chunks(layers), split_of(parallel))
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    how = Pipelining(parallel.schedule(layers), parallel.chunks(layers), split_of(parallel), group)
     how.order.check(parallel.pipeline_model_parallel_size, 1, how.chunks)
     return how
 

@@ -28,6 +28,10 @@ class ParallelConfig:
         None, "stages of each pipeline rank; default: 1, with zb-v 2", at_least=1
     )
     num_layers_per_virtual_pipeline_stage: int | None = flag(None, "the same by layers per stage", at_least=1)
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        None, "micro-batches that an interleaved rank takes through a stage in one go; default: as many as ranks",
+        at_least=1,
+    )
     pipeline_split: str = flag(
         "uniform", "how layers are cut into stages: uniform, parameters, cost, measured, type:REGEX, deepspeed-..."
     )
@@ -49,6 +53,12 @@ class ParallelConfig:
         if each == 1 < tensor and self.enable_expert_tensor_parallelism:
             raise ValueError(
                 "--enable-expert-tensor-parallelism and --expert-tensor-parallel-size 1 contradict each other"
+            )
+        group, ranks = self.microbatch_group_size_per_virtual_pipeline_stage, self.pipeline_model_parallel_size
+        if group is not None and group < ranks:
+            raise ValueError(
+                f"--microbatch-group-size-per-virtual-pipeline-stage {group}: must be at least "
+                f"--pipeline-model-parallel-size {ranks}, or ranks would wait"
             )
         at_most_one(
             {

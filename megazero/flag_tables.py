@@ -149,7 +149,6 @@ ACCEPTED = {
         empty-unused-memory-level= no-clone-scatter-output-in-embedding use-pin-memory""",
     "the launcher's environment says it": "local-rank= rank= deepspeed-mpi",
     "there is one engine for any pipeline size": "no-pipeline-parallel",
-    "the order of micro-batches changes nothing that is trained": "microbatch-group-size-per-virtual-pipeline-stage=",
     "the profiler is torch's": "use-pytorch-profiler profile-backward",
     "every schedule computes exactly the same": "enable-zbh1-exact-semantics",
     "experts are always multiplied as a group, and their rows moved by an uneven all-to-all": """moe-grouped-gemm

@@ -40,15 +40,17 @@ MEASURED_RUNS = 3        # forwards and backwards of each layer when a split is 
 
 @dataclass(frozen=True)
 class Pipelining:
-    """How the depth is cut and run: the schedule's name, stages per rank, and the rule by which layers are cut."""
+    """How the depth is cut and run: the schedule's name, stages per rank, the rule by which layers are cut, and of an
+    interleaved schedule how many micro-batches go through a stage in one go; None: as many as ranks."""
 
     schedule: str = "1f1b"
     chunks: int = 1
     split: Split = Split()
+    group: int | None = None
 
     @property
     def order(self) -> Schedule:
-        return SCHEDULES[self.schedule]
+        return SCHEDULES[self.schedule].in_groups(self.group)
 
     def homes(self, ranks: int) -> list[int]:
         """The pipeline rank of each stage."""

@@ -138,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=int, default=4, metavar="P", help="pipeline ranks [4]")
     add("--micro-batches", type=int, default=8, metavar="M", help="micro-batches of a step [8]")
     add("--chunks", type=int, metavar="V", help="stages on each rank [the least that the schedule runs]")
+    add("--group", type=int, metavar="N", help="micro-batches of a group where it is interleaved [as many as ranks]")
     add("--times", default="1,1,1,0", metavar="F,B,W,SEND",
         help="of a stage's forward, input gradient, weight gradient and of a message [1,1,1,0]")
     add("--evaluate", action="store_true", help="draw an evaluation on the schedule's stages instead of training")
@@ -155,11 +156,17 @@ def of_schedule(asked: argparse.Namespace) -> Timeline:
     schedule, ranks, micros = SCHEDULES[asked.schedule], asked.ranks, asked.micro_batches
     least = 2 if schedule.name == "interleaved" else schedule.chunks[0]
     chunks = least if asked.chunks is None else asked.chunks
+    if asked.group is not None:
+        if schedule.grouped is None:
+            raise ValueError(f"--group {asked.group}: {schedule.name} has no groups of micro-batches; interleaved has")
+        schedule = schedule.in_groups(asked.group)
     orders = (schedule.forward_only if asked.evaluate else schedule)(ranks, micros, chunks)
     report = simulate(add_communication(orders, ranks * chunks), _costs(asked.times))
     per_rank = "" if chunks == 1 else f", {chunks} stages each"
+    groups = "" if asked.group is None else f" in groups of {asked.group}"
     return Timeline(
-        f"{schedule.name}{' (evaluation)' if asked.evaluate else ''}: {ranks} ranks{per_rank}, {micros} micro-batches",
+        f"{schedule.name}{' (evaluation)' if asked.evaluate else ''}: {ranks} ranks{per_rank}, "
+        f"{micros} micro-batches{groups}",
         (f"F, B, W, send = {asked.times}", *_findings(report)), "", dict(enumerate(report.timeline)),
     )
 

@@ -48,6 +48,8 @@ SHOWN = {
     "parallel/test_random.py::test_training_with_dropout_is_the_same_over_any_pipeline_and_data_ranks":
         "attention_dropout",
     "parallel/test_reducer.py::test_sums_can_be_read_more_than_once": "bucket_size",
+    "pipe/test_schedules_run.py::test_an_interleaved_run_goes_in_the_groups_that_are_asked_for":
+        "microbatch_group_size_per_virtual_pipeline_stage",
     "pipe/test_schedules_run.py::test_every_schedule_trains_the_same_model_as_one_rank":
         "pipeline_schedule num_virtual_stages_per_pipeline_rank",
     "pipe/test_split.py::test_first_and_last_rank_may_hold_other_numbers_of_layers":

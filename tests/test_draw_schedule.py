@@ -9,7 +9,7 @@ from PIL import Image
 
 from megazero.pipe.instructions import render
 from megazero.pipe.lower import add_communication
-from megazero.pipe.schedule import SCHEDULES
+from megazero.pipe.schedule import SCHEDULES, interleaved
 from megazero.pipe.simulate import Costs, simulate
 from scripts.draw_schedule import main
 
@@ -30,6 +30,13 @@ def test_text_is_one_line_per_rank_in_the_notation_of_orders(name, tmp_path):
     assert lines == [f"{r}: {render(order)}" for r, order in enumerate(SCHEDULES[name](3, 4, chunks))]
     lines = drawn(tmp_path, "b.txt", *flags, "--evaluate").read_text().splitlines()
     assert lines == [f"{r}: {render(order)}" for r, order in enumerate(SCHEDULES[name].forward_only(3, 4, chunks))]
+
+
+def test_an_interleaved_schedule_is_drawn_in_the_groups_that_are_asked_for(tmp_path, capsys):
+    flags = ("--schedule", "interleaved", "--ranks", "2", "--micro-batches", "5", "--group", "3")
+    lines = drawn(tmp_path, "a.txt", *flags).read_text().splitlines()
+    assert lines == [f"{r}: {render(order)}" for r, order in enumerate(interleaved(2, 5, 2, 3))]
+    assert "interleaved: 2 ranks, 2 stages each, 5 micro-batches in groups of 3" in capsys.readouterr().out
 
 
 def bars(file):
@@ -119,6 +126,9 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path, capsys):
     assert "no/x.png cannot be written: No such file" in message
     assert "--times 1,2: must be four numbers" in refused(capsys, *schedule, "--times", "1,2", *out)
     assert "must be at least 1" in refused(capsys, *schedule, "--ranks", "0", *out)
+    assert "--group 4: 1f1b has no groups" in refused(capsys, *schedule, "--group", "4", *out)
+    message = refused(capsys, "--schedule", "interleaved", "--group", "3", *out)
+    assert "a group of 3 micro-batches is too small for 4 pipeline ranks" in message
     assert "1f1b runs 1 stage on each pipeline rank, not 2" in refused(capsys, *schedule, "--chunks", "2", *out)
     assert "one of the arguments --schedule --trace is required" in refused(capsys, *out)
     folder = tmp_path / "trace"

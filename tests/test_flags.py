@@ -394,6 +394,8 @@ def test_a_flag_that_says_nothing_beside_others_is_told_to():
         ("--tokenizer-model x", "--tokenizer-type HFTokenizer"), ("--hysteresis 3", "--fp16 --loss-scale 0"),
         ("--expert-tensor-parallel-size 1", "--num-experts 4"), ("--profile-ranks 0", "--profile"),
         ("--kd-temp 2", "--kd --load-teacher x"), ("--check-replicas 5", ""),
+        ("--microbatch-group-size-per-virtual-pipeline-stage 3",
+         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"),
     ):
         assert parse(f"{BASE} {idle} {needs}".split())[1] == [], idle
         without = {"--adam-beta2 0.95": "--optimizer sgd", "--overlap-param-gather": "--zero-stage 0",

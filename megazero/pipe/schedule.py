@@ -7,7 +7,7 @@ one function with the signature (ranks, micros, chunks) and give it a line in SC
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .instructions import Backward, Compute, Forward, Orders
 from .zero_bubble import zb_h1, zb_v
@@ -145,17 +145,26 @@ class Schedule:
     orders     (ranks, micros, chunks) -> Orders
     placement  where its stages live
     chunks     the least and the most stages of one rank; None: any number
+    grouped    the order with groups of a given size, where micro-batches go in groups: (ranks, micros, chunks, group)
     """
 
     name: str
     orders: Callable[[int, int, int], Orders]
     placement: Placement = ROUND_ROBIN
     chunks: tuple[int, int | None] = (1, 1)
+    grouped: Callable[[int, int, int, int], Orders] | None = None
 
     def __call__(self, ranks: int, micros: int, chunks: int) -> Orders:
         """The order of each rank. Raises ValueError for sizes below 1, or stages per rank that it does not run."""
         self.check(ranks, micros, chunks)
         return self.orders(ranks, micros, chunks)
+
+    def in_groups(self, group: int | None) -> Schedule:
+        """The same in groups of so many micro-batches, where it has any; None: of as many as there are ranks."""
+        if group is None or self.grouped is None:
+            return self
+        grouped = self.grouped
+        return replace(self, orders=lambda ranks, micros, chunks: grouped(ranks, micros, chunks, group))
 
     def forward_only(self, ranks: int, micros: int, chunks: int) -> Orders:
         """Evaluation on the stages where training has put them."""
@@ -184,7 +193,7 @@ SCHEDULES = {
     for schedule in (
         Schedule("gpipe", gpipe),
         Schedule("1f1b", one_f_one_b),
-        Schedule("interleaved", interleaved, chunks=(1, None)),
+        Schedule("interleaved", interleaved, chunks=(1, None), grouped=interleaved),
         Schedule("zb-h1", zb_h1),
         Schedule("zb-v", zb_v, V_SHAPE, chunks=(2, 2)),
     )

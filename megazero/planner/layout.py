@@ -43,6 +43,7 @@ class StageSlice:
 class Layout:
     """A model, how it is cut over ranks, and how a step goes through it.
 
+    together        micro-batches that an interleaved rank takes through a stage in one go; None: as many as ranks
     vocab           rows of the token table, before padding
     whole_experts   whether experts are not cut over tensor ranks
     micro_batches   of each replica in a step
@@ -80,6 +81,7 @@ class Layout:
     fused: bool = True
     loss_chunk: int = 0
     overlaps: tuple[bool, bool] = (False, False)
+    together: int | None = None
 
     @property
     def world(self) -> int:
@@ -112,7 +114,7 @@ class Layout:
 
     @property
     def order(self) -> Schedule:
-        return SCHEDULES[self.schedule]
+        return SCHEDULES[self.schedule].in_groups(self.together)
 
     @cached_property
     def homes(self) -> list[int]:
@@ -223,4 +225,5 @@ def layout_of(config: Config, vocab: int, world: int) -> Layout:
         ),
         loss_chunk=recompute.loss_chunk_size or 0,
         overlaps=(config.optimizer.overlap_grad_reduce, config.optimizer.overlap_param_gather),
+        together=parallel.microbatch_group_size_per_virtual_pipeline_stage,
     )

@@ -217,8 +217,18 @@ def test_any_group_size_runs_with_the_same_bubble(chunks):
     for ranks in (1, 2, 3, 4, 6):
         for micros in range(ranks, 17):
             for group in range(ranks, micros + 1):
-                programs = add_communication(interleaved(ranks, micros, chunks, group), ranks * chunks)
-                assert simulate(proven(programs, ranks * chunks)).idle == (3.0 * (ranks - 1),) * ranks
+                orders = SCHEDULES["interleaved"].in_groups(group)(ranks, micros, chunks)
+                assert orders == interleaved(ranks, micros, chunks, group)
+                report = simulate(proven(add_communication(orders, ranks * chunks), ranks * chunks))
+                assert report.idle == (3.0 * (ranks - 1),) * ranks
+                held = 2 * ranks - 1 + (chunks - 1) * max(group_sizes(ranks, micros, group))
+                assert report.peak_live[0] == min(held, micros * chunks)
+
+
+def test_only_an_interleaved_schedule_has_groups():
+    for name, schedule in SCHEDULES.items():
+        assert schedule.in_groups(None) is schedule
+        assert (schedule.in_groups(3) is schedule) == (name != "interleaved")
 
 
 def test_v_placement_holds_both_ends_on_the_first_rank():

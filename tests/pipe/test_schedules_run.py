@@ -20,6 +20,7 @@ from megazero.data.indexed import IndexedWriter
 from megazero.flags import parse
 from megazero.gpt import WORD_TABLE
 from megazero.parallel.groups import World, open_mesh
+from megazero.pipe.schedule import interleaved
 from megazero.trainer import Progress, Trainer
 from tests.harness import on_ranks
 from tests.test_parity import LIMITS, UNTIED
@@ -84,6 +85,18 @@ def test_every_schedule_trains_the_same_model_as_one_rank(ranks: int) -> None:
     outcomes = train_all([" ".join(case[1:]) for case in cases], (1, ranks, 1))
     for got, (name, model, _, recomputation) in zip(outcomes, cases, strict=True):
         check_equal(got, one_rank(model), f"{name} {model} {recomputation}")
+
+
+def test_an_interleaved_run_goes_in_the_groups_that_are_asked_for() -> None:
+    """Another order of computation, and the model of one rank."""
+    flags = "--fp64 --train-iters 2 --global-batch-size 16"
+    asked = f"{flags} {SCHEDULES['interleaved']} --microbatch-group-size-per-virtual-pipeline-stage 3"
+    order = pretrain_gpt.pipelining_of(parse(words(asked, (1, 2, 1)))[0]).order
+    assert order(2, 8, 2) == interleaved(2, 8, 2, 3) != interleaved(2, 8, 2)
+    (got,) = train_all([asked], (1, 2, 1))
+    check_equal(got, one_rank(flags), "groups of 3")
+    with pytest.raises(ValueError, match="-stage 1: must be at least --pipeline-model-parallel-size 2"):
+        parse(words("--microbatch-group-size-per-virtual-pipeline-stage 1", (1, 2, 1)))
 
 
 @pytest.mark.parametrize(("ranks", "ties"), [(2, (True, False)), (4, (False,))])
