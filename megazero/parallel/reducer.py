@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from .buckets import Bucket, place_of
 from .collectives import Pending, start_all_reduce, start_reduce_scatter
+from .weights import WeightQueue
 
 
 class Reducer:
@@ -43,26 +45,33 @@ class Reducer:
         self._incomplete: dict[int, int] = {}               # bucket number -> parameters that are still awaited
         self._queue: list[int] = []                         # buckets of the armed stage that have not started, in order
         self._finished: dict[int, set[int]] = {}            # bucket number -> stages that are done with it
+        self.queues: Sequence[WeightQueue] = ()             # of this rank's stages
         # Where several stages of this rank use a bucket, what the first one's queue adds and what the others' add are
-        # summed apart, as on ranks of their own: so both are rounded alike under every schedule.
-        self._beside = {
-            number: torch.zeros_like(bucket.grads) for number, bucket in enumerate(self.buckets)
-            if len(bucket.homes) > 1 and bucket.grads is not None
-        }
+        # summed apart, as on ranks of their own: so both are rounded alike under every schedule. Stage 2 holds no
+        # buffer before the step needs it.
+        self._shared = {number for number, bucket in enumerate(self.buckets) if len(bucket.homes) > 1}
+        self._beside = {number: self._zeros(number) for number in self._shared if not every}
         for parameter in self._place:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def gradient(self, parameter: nn.Parameter, stage: int | None = None) -> Tensor:
         """Where the gradient of a parameter is added up, by a stage (None: by any)."""
-        if not self.every and not self._beside:
+        if not self.every and not self._shared:
             return parameter.grad                           # always the view of its bucket
-        bucket, number = self._place[parameter]
-        beside = self._beside.get(self._number[id(bucket)])
-        if beside is not None and stage is not None and stage != bucket.homes[0]:
-            return bucket.view(number, beside)
+        bucket, place = self._place[parameter]
+        number = self._number[id(bucket)]
+        if number in self._shared and stage not in (None, bucket.homes[0]):
+            if number not in self._beside:
+                self._beside[number] = self._zeros(number)
+            return bucket.view(place, self._beside[number])
         if self.every:
-            self._absorb(self._number[id(bucket)])          # the buffer may still be read by a reduction
-        return bucket.gradient(number)
+            self._absorb(number)                            # the buffer may still be read by a reduction
+        return bucket.gradient(place)
+
+    def _zeros(self, number: int) -> Tensor:
+        """A second gradient of a bucket."""
+        bucket = self.buckets[number]
+        return torch.zeros(bucket.params.numel(), dtype=bucket.weight.dtype, device=bucket.params.device)
 
     @property
     def bytes_beside(self) -> int:
@@ -70,13 +79,24 @@ class Reducer:
         return sum(grads.nbytes for grads in self._beside.values())
 
     def _accumulated(self, parameter: nn.Parameter) -> None:
-        """Autograd has added to `.grad`. At stage 2 that is a tensor of its own, which goes into the flat buffer.
+        """Autograd has added to `.grad`. At stage 2 that is a tensor of its own, which goes into the flat buffer: with
+        the weight gradients of its micro-batch where these are put off, for what is reduced together is rounded
+        together.
 
         The hook also fires for a weight whose gradient the queue adds, after a backward that gave autograd none.
         """
-        if self.every and parameter.grad is not None:
-            self.gradient(parameter).add_(parameter.grad)
-            parameter.grad = None
+        if not self.every or parameter.grad is None:
+            self.arrived(parameter)
+            return
+        grad, parameter.grad = parameter.grad, None
+        queue = next((queue for queue in self.queues if queue.is_deferring), None)
+        if queue is None:
+            self._add(parameter, grad)
+        else:
+            queue.put(partial(self._add, parameter, grad))
+
+    def _add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        self.gradient(parameter).add_(grad)
         self.arrived(parameter)
 
     def arm(self, stage: int) -> None:
@@ -148,8 +168,8 @@ class Reducer:
         """Forget what a step has added up that is not finished. All ranks are between the same micro-batches."""
         for number in list(self._pending):
             self._absorb(number)
-        for grads in self._beside.values():
-            grads.zero_()
+        for number in list(self._beside):
+            self._forget_beside(number)
         self._armed, self._queue = None, []
         self._finished.clear()
         self.clear()
@@ -165,7 +185,7 @@ class Reducer:
         bucket.gradient(0)                                  # a gradient that never came is zero
         if number in self._beside:
             bucket.grads += self._beside[number]
-            self._beside[number].zero_()
+            self._forget_beside(number)
         grads = bucket.grads if self.wire_dtype is None else bucket.grads.to(self.wire_dtype)
         if bucket.owners.size == bucket.copies.size:        # into its own place, unless the buffer is given up
             self._pending[number] = start_reduce_scatter(
@@ -173,6 +193,12 @@ class Reducer:
             )
         else:
             self._pending[number] = start_all_reduce(grads, bucket.copies)
+
+    def _forget_beside(self, number: int) -> None:
+        if self.every:
+            del self._beside[number]
+        else:
+            self._beside[number].zero_()
 
     def _absorb(self, number: int) -> None:
         """Wait for a bucket's reduction, if one is under way, and keep its result."""

@@ -116,6 +116,7 @@ class ZeroOptimizer:
     def attach(self, modules: Sequence[nn.Module], queues: Mapping[int, WeightQueue]) -> None:
         """Let the weight queues of stages, by number, add into the flat gradients, and modules wait for parameters
         still on their way."""
+        self.reducer.queues = list(queues.values())
         for stage, queue in queues.items():
             queue.gradient, queue.arrived = partial(self.reducer.gradient, stage=stage), self.reducer.arrived
         if not self.zero.overlap_gather:

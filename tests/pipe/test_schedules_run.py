@@ -99,11 +99,12 @@ def test_an_interleaved_run_goes_in_the_groups_that_are_asked_for() -> None:
         parse(words("--microbatch-group-size-per-virtual-pipeline-stage 1", (1, 2, 1)))
 
 
-@pytest.mark.parametrize(("ranks", "ties"), [(2, (True, False)), (4, (False,))])
-def test_schedules_are_equal_in_every_bit(ranks: int, ties: tuple[bool, ...]) -> None:
+@pytest.mark.parametrize(("ranks", "ties", "zero"), [(2, (True, False), 1), (2, (True,), 2), (4, (False,), 1)])
+def test_schedules_are_equal_in_every_bit(ranks: int, ties: tuple[bool, ...], zero: int) -> None:
     """With dropout, clipping active, in fp32: losses of all steps, final weights and moments. Tied too, also where one
-    rank holds both ends of the model, as in the V shape."""
+    rank holds both ends of the model, as in the V shape, and where gradients are reduced after each backward."""
     dropout = f"--attention-dropout 0.1 --hidden-dropout 0.1 --num-layers {2 * ranks} --train-iters 3"
+    dropout += f" --zero-stage {zero}"
     cases = [(name, tied) for tied in ties for name in SCHEDULES]
     runs = [f"{dropout} {'' if tied else UNTIED} {SCHEDULES[name]}" for name, tied in cases]
     outcomes = train_all(runs, (1, ranks, 1))
