@@ -109,12 +109,21 @@ class Split:
             if not any(weights):
                 raise ValueError(f"--pipeline-split {self.method}: no layer's name matches, the first is {names[0]}")
         if self.method.startswith("deepspeed-"):
+            self._check_fill(len(weights), stages)
             return _slices(max_min(weights, stages))
-        if self.method == "uniform":
-            weights = self._with_ends(costs)
+        if weights is None:
+            weights = self._with_ends(costs) if self.method == "uniform" else costs
+        weighty = [weight for weight in weights if weight > 0]
+        self._check_fill(len(weighty), stages)
         if self.method == "uniform" or self.pattern is not None:
-            return _by_count(weights, _differences(even(sum(w > 0 for w in weights), stages)))
-        return _balanced_slices(costs if weights is None else weights, stages)
+            return _by_count(weights, _differences(even(len(weighty), stages)))
+        return _by_count(weights, _differences(balanced(weighty, stages)))
+
+    def _check_fill(self, layers: int, stages: int) -> None:
+        """Raises ValueError where so many layers that count are fewer than the stages."""
+        if layers < stages:
+            by = "" if self.method == "uniform" else f" by --pipeline-split {self.method}"
+            raise ValueError(f"{layers} layers cannot fill {stages} pipeline stages{by} ({SIZE_FLAGS})")
 
     def _with_ends(self, costs: Sequence[float]) -> list[float]:
         """Costs in which what stands before and after the costly layers counts, where that is asked for."""
@@ -256,18 +265,8 @@ def _differences(bounds: Sequence[int]) -> list[int]:
 def _by_count(weights: Sequence[float], counts: Sequence[int]) -> list[range]:
     """Slices with so many weighty layers each; the others go with the weighty layer before them, or with the first."""
     weighty = [i for i, weight in enumerate(weights) if weight > 0]
-    if not all(counts):
-        raise ValueError(f"{len(weighty)} layers cannot fill {len(counts)} pipeline stages ({SIZE_FLAGS})")
     firsts = accumulate(counts[:-1])
     return _slices([0, *(weighty[i] for i in firsts), len(weights)])
-
-
-def _balanced_slices(weights: Sequence[float], stages: int) -> list[range]:
-    """Slices of which the heaviest is as light as can be; layers without weight go as in `_by_count`."""
-    weighty = [weight for weight in weights if weight > 0]
-    if len(weighty) < stages:
-        raise ValueError(f"{len(weighty)} layers cannot fill {stages} pipeline stages ({SIZE_FLAGS})")
-    return _by_count(weights, _differences(balanced(weighty, stages)))
 
 
 def _by_layout(text: str, costs: Sequence[float], stages: int) -> list[range]:

@@ -167,6 +167,8 @@ def test_deepspeeds_rule_cuts_by_parameters_too():
     bounds = max_min(weights, 4)
     found = Split("deepspeed-parameters").ranges(names, costs, range(4), weights)
     assert found == [range(a, b) for a, b in itertools.pairwise(bounds)]
+    with pytest.raises(ValueError, match="7 layers cannot fill 8 pipeline stages by --pipeline-split deepspeed-type:l"):
+        cut(Split("deepspeed-type:layers"), 4, 4, 2)       # its last stage would be empty, and there would be no loss
 
 
 @pytest.mark.parametrize(
