@@ -68,6 +68,13 @@ class ParallelConfig:
             }
         )
 
+    @property
+    def ends_that_count(self) -> list[str]:
+        """The flags by which the embedding, or the head, counts as a block in the split."""
+        embedding, loss = self.account_for_embedding_in_pipeline_split, self.account_for_loss_in_pipeline_split
+        counts = {"embedding": embedding, "loss": loss}
+        return [f"--account-for-{end}-in-pipeline-split" for end in counts if counts[end]]
+
     def chunks(self, num_layers: int) -> int:
         """Stages of each pipeline rank. ValueError where the layers per stage do not come out even."""
         ranks, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
@@ -80,12 +87,15 @@ class ParallelConfig:
                 )
             return stages // ranks
         if each is not None:
-            if num_layers % (ranks * each):
+            ends = self.ends_that_count
+            counted = num_layers + len(ends)
+            if counted % (ranks * each):
+                more = f" + {len(ends)} ({', '.join(ends)})" if ends else ""
                 raise ValueError(
-                    f"--num-layers {num_layers} is not divisible by --pipeline-model-parallel-size {ranks} x "
+                    f"--num-layers {num_layers}{more} is not divisible by --pipeline-model-parallel-size {ranks} x "
                     f"--num-layers-per-virtual-pipeline-stage {each}"
                 )
-            return num_layers // (ranks * each)
+            return counted // (ranks * each)
         return self.num_virtual_stages_per_pipeline_rank or (2 if self.pipeline_schedule == "zb-v" else 1)
 
     def schedule(self, num_layers: int) -> str:

@@ -338,6 +338,15 @@ def test_c057_stages_may_be_uneven_but_never_empty():
         config({"num_layers": 3}, parallel=ParallelConfig(pipeline_model_parallel_size=4))
 
 
+def test_layers_per_virtual_stage_count_the_ends_that_count_in_the_split():
+    """As in Megatron: six blocks, the embedding and the head are two stages of two on each of two ranks."""
+    ends = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    how = ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2, **ends)
+    assert how.chunks(6) == 2 and how.schedule(6) == "interleaved"
+    with pytest.raises(ValueError, match=r"--num-layers 8 \+ 2 \(--account-for-embedding-in-pipeline-split, .* is"):
+        how.chunks(8)
+
+
 def test_more_layers_recomputed_than_there_are_is_refused():
     recompute = RecomputeConfig(recompute_granularity="full", recompute_method="block", recompute_num_layers=5)
     with pytest.raises(ValueError, match="--recompute-num-layers 5 is above --num-layers 4"):
