@@ -433,7 +433,7 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     ):
         if size % tensor:
             raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tensor}")
-    if model.num_layers < pipeline:
+    if model.num_layers < pipeline and parallel.needs_blocks:
         raise ValueError(
             f"--num-layers {model.num_layers} is below --pipeline-model-parallel-size {pipeline}: "
             "each stage needs a layer"

@@ -75,6 +75,12 @@ class ParallelConfig:
         counts = {"embedding": embedding, "loss": loss}
         return [f"--account-for-{end}-in-pipeline-split" for end in counts if counts[end]]
 
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether each pipeline rank needs a block: not where embedding or head may be all that one has."""
+        cuts_blocks = self.pipeline_split in ("uniform", "cost", "measured")
+        return cuts_blocks and self.pipeline_model_parallel_layout is None and not self.ends_that_count
+
     def chunks(self, num_layers: int) -> int:
         """Stages of each pipeline rank. ValueError where the layers per stage do not come out even."""
         ranks, each = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage

@@ -336,6 +336,11 @@ def test_c057_stages_may_be_uneven_but_never_empty():
     config({"num_layers": 5}, parallel=ParallelConfig(pipeline_model_parallel_size=4))
     with pytest.raises(ValueError, match="--num-layers 3 is below --pipeline-model-parallel-size 4"):
         config({"num_layers": 3}, parallel=ParallelConfig(pipeline_model_parallel_size=4))
+    for how in (
+        {"pipeline_model_parallel_layout": "E|t|t|L"}, {"account_for_loss_in_pipeline_split": True},
+        {"account_for_embedding_in_pipeline_split": True}, {"pipeline_split": "parameters"},
+    ):
+        config({"num_layers": 2}, parallel=ParallelConfig(pipeline_model_parallel_size=4, **how))
 
 
 def test_layers_per_virtual_stage_count_the_ends_that_count_in_the_split():

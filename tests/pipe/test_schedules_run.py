@@ -99,6 +99,18 @@ def test_an_interleaved_run_goes_in_the_groups_that_are_asked_for() -> None:
         parse(words("--microbatch-group-size-per-virtual-pipeline-stage 1", (1, 2, 1)))
 
 
+def test_a_rank_may_hold_an_end_of_the_model_and_no_block() -> None:
+    """Fewer blocks than ranks, where embedding and head count in the split."""
+    model = "--fp64 --train-iters 2 --num-layers 1"
+    runs = [
+        "--pipeline-model-parallel-layout E|t|L --pipeline-schedule zb-h1",
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        "--pipeline-model-parallel-layout E|||||tL --pipeline-schedule zb-v",
+    ]
+    for run, got in zip(runs, train_all([f"{model} {run}" for run in runs], (1, 3, 1)), strict=True):
+        check_equal(got, one_rank(model), run)
+
+
 @pytest.mark.parametrize(("ranks", "ties", "zero"), [(2, (True, False), 1), (2, (True,), 2), (4, (False,), 1)])
 def test_schedules_are_equal_in_every_bit(ranks: int, ties: tuple[bool, ...], zero: int) -> None:
     """With dropout, clipping active, in fp32: losses of all steps, final weights and moments. Tied too, also where one
