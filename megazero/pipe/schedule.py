@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from .instructions import Backward, Compute, Forward, Orders
 from .zero_bubble import zb_h1, zb_v
 
+CHUNK_FLAGS = "--num-virtual-stages-per-pipeline-rank, --num-layers-per-virtual-pipeline-stage"
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -184,7 +186,7 @@ class Schedule:
             amount = f"{least}" if least == most else f"at least {least}" if most is None else f"{least} to {most}"
             raise ValueError(
                 f"--pipeline-schedule {self.name} runs {amount} stage{'s' if amount != '1' else ''} on each pipeline "
-                f"rank, not {chunks} (--num-virtual-stages-per-pipeline-rank)"
+                f"rank, not {chunks} ({CHUNK_FLAGS}, --pipeline-model-parallel-layout)"
             )
 
 
