@@ -32,7 +32,7 @@ from .pipe.output import Hidden, flat, hidden_of, shaped
 from .pipe.p2p import Wires, edges_of
 from .pipe.schedule import SCHEDULES, Schedule, forward_only
 from .pipe.split import Split
-from .pipe.stage import Cut, LayerSpec, Recompute, Stage, build_stages, cut_layers
+from .pipe.stage import Cut, LayerSpec, Recompute, Stage, build_stages, cut_layers, writable
 from .precision import Dtypes
 
 MEASURED_RUNS = 3        # forwards and backwards of each layer when a split is by measured cost; the fastest counts
@@ -47,6 +47,10 @@ class Pipelining:
     chunks: int = 1
     split: Split = Split()
     group: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"--pipeline-schedule {self.schedule}: must be one of {', '.join(SCHEDULES)}")
 
     @property
     def order(self) -> Schedule:
@@ -130,7 +134,8 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     wires = Wires(mesh.pipeline, edges_of(train(1)))                # the same for any number of micro-batches
     seconds = None
     if how.split.weighs == "seconds":
-        assert example is not None, "a split by measured cost needs an example"
+        if example is None:
+            raise ValueError(f"--pipeline-split {how.split.method}: it needs a micro-batch to time the layers with")
         seconds = measured_seconds(layers, wires, mesh, setup, example)
     cut = cut_layers(layers, placed, how.split, seconds)
     stages = _initialized(layers, mesh, cut, setup)
@@ -209,9 +214,10 @@ def measured_seconds(
 
 
 def _seconds(layer: nn.Module, x: Hidden | None, example: MicroBatch) -> float:
-    tensors = tuple(t.detach().requires_grad_(t.is_floating_point()) for t in flat(x))
+    tensors = tuple(t.detach().clone().requires_grad_(t.is_floating_point()) for t in flat(x))
+    entry = writable(shaped(tensors, isinstance(x, tuple)))
     start = time.perf_counter()
-    out = hidden_of(layer(shaped(tensors, isinstance(x, tuple)), example))
+    out = hidden_of(layer(entry, example))
     roots = [y for y in flat(out) if y.requires_grad]
     torch.autograd.backward(roots, [torch.ones_like(y) for y in roots])
     for device in {y.device for y in roots if y.is_cuda}:

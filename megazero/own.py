@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import snapshot
+from .checkpoint_index import read_index
 from .machine import Setup, assemble
 from .parallel.collectives import AgreedError, all_reduce
 from .parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
@@ -28,7 +29,7 @@ from .parallel.random import Draw, draw_seed, seed_generator
 from .parallel.topology import Topology
 from .parallel.zero import Rates
 from .pipe.lower import Program
-from .pipe.output import Hidden, flat
+from .pipe.output import Hidden, Output, WithLoss, flat
 from .pipe.stage import LayerSpec
 from .products import products_of
 from .trainer import Progress
@@ -36,11 +37,17 @@ from .trainer import Progress
 
 @dataclass(frozen=True)
 class Example:
-    """A micro-batch: what the first layer reads, and what the loss compares the output of the last one with."""
+    """A micro-batch: what the first layer reads, and what the loss compares the output of the last one with.
 
-    inputs: Tensor
-    targets: Tensor
-    draw: Draw | None = None        # root of the layers' random draws, set by OwnModel.step
+    Each is a tensor or a tuple of tensors. The rest OwnModel sets:
+    draw   root of the layers' random draws; None: the modules are in evaluation mode
+    scale  what losses are multiplied by, so that those of a global batch add up to their mean
+    """
+
+    inputs: Hidden
+    targets: Hidden
+    draw: Draw | None = None
+    scale: float = 1.0
 
 
 @contextmanager
@@ -66,34 +73,58 @@ def plain(
     """A layer made of a plain torch module that maps one tensor on, or several: what a layer returns as a tuple the
     next one gets as its arguments. The first layer of a model gets the inputs.
 
-    `std` is that of its initial values: see `adopt`. What it draws in training, in dropout say, depends on the layer
-    and the micro-batch alone, so neither recomputation nor any layout changes it. Its weight gradients are never put
-    off.
+    `make` makes a new module each time. `std` is that of its initial values: see `adopt`. What it draws in training, in
+    dropout say, depends on the layer and the micro-batch alone, so neither recomputation nor any layout changes it. It
+    may return WithLoss: its own loss counts as the model's does, by its mean over the micro-batches. Its weight
+    gradients are never put off.
     """
-    def prepare(module: nn.Module, given: tuple[Hidden | None, Example]) -> tuple[Tensor, ...]:
-        x, example = given
-        module.train(example.draw is not None)
-        if example.draw is not None:
-            seed_generator(example.inputs.device, draw_seed(example.draw, 0, name, None))
-        return (example.inputs,) if x is None else flat(x)
-
     def build(mesh: Mesh) -> nn.Module:
-        module = adopt(make(), std=std)
-        module.register_forward_pre_hook(prepare)
+        module = make()
+        if not isinstance(module, nn.Module):
+            raise ValueError(f"layer {name}: make() gave {type(module).__name__}, which is no torch.nn.Module")
+        hooks = _Hooks(name)
+        adopt(module, std=std).register_forward_pre_hook(hooks.before)
+        module.register_forward_hook(hooks.after)
         return module
 
     return LayerSpec(name, build, cost, recomputable)
 
 
+class _Hooks:
+    """What stands between the engine, which gives layers (hidden states or None, Example), and a plain module."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.scale = name, 1.0
+
+    def before(self, module: nn.Module, given: tuple[Hidden | None, Example]) -> tuple[Tensor, ...]:
+        x, example = given
+        self.scale, inputs = example.scale, flat(example.inputs)
+        module.train(example.draw is not None)
+        if example.draw is not None:
+            seed_generator(inputs[0].device, draw_seed(example.draw, 0, self.name, None))
+        return inputs if x is None else flat(x)
+
+    def after(self, module: nn.Module, given: tuple[Tensor, ...], output: Output) -> Output:
+        if isinstance(output, WithLoss) and output.loss is not None:
+            return replace(output, loss=output.loss * self.scale)
+        return output
+
+
 class _Loss(nn.Module):
-    """The last layer: its scale makes the sum over a global batch the mean."""
+    """The last layer."""
 
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, loss: Callable[[Hidden, Hidden], Tensor]) -> None:
         super().__init__()
-        self.loss, self.scale = loss, 1.0
+        self.loss = loss
 
-    def forward(self, x: Tensor, example: Example) -> Tensor:
-        return self.loss(x, example.targets) * self.scale
+    def forward(self, x: Hidden, example: Example) -> Tensor:
+        loss = self.loss(x, example.targets)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise ValueError(f"the loss must be a tensor without dims, as mean() gives it, not {what}")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ValueError("the loss depends on no parameter by way of gradients: was it, or the output, detached?")
+        return loss * example.scale
 
 
 @dataclass(frozen=True)
@@ -111,17 +142,29 @@ class _Settings:
 class OwnModel:
     """A model in training. All ranks call its methods together.
 
-    layers  bottom up, made by `plain` or as LayerSpec of modules that take (hidden state or None, Example)
-    loss    (output of the last layer, targets) -> scalar, the mean over a micro-batch
+    layers   bottom up, made by `plain` or as LayerSpec of modules that take (hidden states or None, Example)
+    loss     (output of the last layer, targets) -> scalar, the mean over a micro-batch
+    example  a micro-batch to time the layers with, needed where they are cut by measured cost
+
+    Raises ValueError for what is no layer, and for two layers of one name.
     """
 
     def __init__(
-        self, layers: Sequence[LayerSpec], loss: Callable[[Tensor, Tensor], Tensor], mesh: Mesh, setup: Setup
+        self, layers: Sequence[LayerSpec], loss: Callable[[Hidden, Hidden], Tensor], mesh: Mesh, setup: Setup,
+        example: Example | None = None,
     ) -> None:
         self.mesh, self.setup, self.steps = mesh, setup, 0
-        self._loss = _Loss(loss)
-        self.layers = [*layers, LayerSpec("loss", lambda mesh: self._loss, cost=0.0)]
-        self.machine = assemble(self.layers, mesh, setup)
+        self.layers = [*layers, LayerSpec("loss", lambda mesh: _Loss(loss), cost=0.0)]
+        known: set[str] = set()
+        for place, layer in enumerate(self.layers):
+            if not isinstance(layer, LayerSpec):
+                raise ValueError(f"layer {place} is {type(layer).__name__}, not LayerSpec: make it with own.plain")
+            if layer.name in known:
+                raise ValueError(f"two layers are called {layer.name}, but parameters are called after their layer")
+            known.add(layer.name)
+        if example is not None:
+            example = _on(mesh.device, example)
+        self.machine = assemble(self.layers, mesh, setup, example)
 
     def train(
         self, example: Callable[[int], Example], *, steps: int, micro_batches: int, learning_rate: float,
@@ -173,10 +216,14 @@ class OwnModel:
     def _mean(self, examples: Sequence[Example], program: Program) -> float:
         device, loss_scale = self.mesh.device, self.machine.optimizer.loss_scale
         count = all_reduce(torch.tensor(float(len(examples)), device=device), self.mesh.data)
-        self._loss.scale = loss_scale / count.item()
-        here = [replace(e, inputs=e.inputs.to(device), targets=e.targets.to(device)) for e in examples]
-        shapes = tuple(part.shape for part in (examples[0].inputs, examples[0].targets))
+        here = [replace(_on(device, example), scale=loss_scale / count.item()) for example in examples]
+        shapes = tuple(part.shape for part in (*flat(here[0].inputs), *flat(here[0].targets)))
         return self.machine.loss(here, program, key=shapes).item() / loss_scale
+
+    def reports(self) -> dict[str, Tensor]:
+        """What layers reported in the last step or evaluation (WithLoss), summed over the micro-batches of all data
+        ranks."""
+        return self.machine.reports()
 
     def save(self, root: Path) -> Path:
         """Save all state under `root`; any layout can load it. Returns the checkpoint's folder."""
@@ -188,5 +235,21 @@ class OwnModel:
         """Go on from the newest complete checkpoint under `root`; False where there is none."""
         folder = snapshot.find(root, None, say=print if self.mesh.rank == 0 else lambda line: None)
         if folder is not None:
+            self._check(folder)
             self.steps = snapshot.load(folder, self.machine.optimizer, self.mesh, moments=True).iteration
         return folder is not None
+
+    def _check(self, folder: Path) -> None:
+        """ValueError where a checkpoint was made by other layers."""
+        saved, mine = read_index(folder)[0].config["layers"], [layer.name for layer in self.layers]
+        if saved != mine:
+            raise ValueError(f"{folder}: holds the layers {', '.join(saved)}, but the model's are {', '.join(mine)}")
+
+
+def _on(device: torch.device, example: Example) -> Example:
+    """The example on the device."""
+    inputs, targets = (
+        tuple(t.to(device) for t in x) if isinstance(x, tuple) else x.to(device)
+        for x in (example.inputs, example.targets)
+    )
+    return replace(example, inputs=inputs, targets=targets)

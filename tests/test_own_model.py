@@ -6,7 +6,9 @@ import ast
 import io
 import os
 import tokenize
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,9 @@ from megazero.parallel.collectives import AgreedError
 from megazero.parallel.groups import mesh_on_paper, open_mesh
 from megazero.parallel.params import adopt, collect, initialize
 from megazero.parallel.topology import Topology
-from megazero.pipe.stage import Recompute
+from megazero.pipe.output import WithLoss, hidden_of
+from megazero.pipe.split import Split
+from megazero.pipe.stage import LayerSpec, Recompute
 from megazero.precision import Dtypes
 from tests.harness import ROOT, on_ranks
 
@@ -176,6 +180,107 @@ def test_layers_may_hand_on_several_tensors_of_any_shape() -> None:
             assert losses == pytest.approx(want, rel=1e-10), name
 
 
+class Enter(nn.Module):
+    """Words [length, batch] and how much each counts, the two inputs, to hidden states and such weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.ranks = nn.Embedding(VOCAB, WIDTH), nn.Embedding(3, WIDTH)
+
+    def forward(self, words: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        return self.words(words) + self.ranks(words % 3), weights.unsqueeze(-1)
+
+
+class InPlace(nn.Module):
+    """Works in place on what it is given, and has a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, weights: Tensor) -> WithLoss:
+        y = self.map(x.mul_(weights))
+        loss = 0.1 * y.square().mean()
+        return WithLoss((y.sin(), weights), loss, {"own": loss.detach()})
+
+
+class Leave(nn.Module):
+    """Logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.out = nn.Linear(WIDTH, 3, bias=False), nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.out(x) + self.few(x).mean(-1, keepdim=True)
+
+
+VOCAB = 11
+IN_PLACE = [
+    plain("enter", Enter, std=0.3, cost=0.0),
+    *(plain(f"in_place.{i}", InPlace, std=0.2) for i in range(4)),
+    plain("leave", Leave, std=0.3, cost=0.0),
+]
+
+
+def told(number: int) -> Example:
+    generator = torch.Generator().manual_seed(number)
+    words = torch.randint(0, VOCAB, (6, 3), generator=generator)
+    weights = torch.rand(2, 5, 3, generator=generator, dtype=torch.float64)
+    return Example((words[:-1], weights[0]), (words[1:], weights[1]))
+
+
+def weighed(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
+    words, weights = targets
+    losses = nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="none")
+    return (losses * weights.flatten()).mean()
+
+
+def in_plain_torch(steps: int, micro_batches: int) -> tuple[list[float], float]:
+    """Losses of the same training without megazero's engine and optimizer, and what the layers reported at its end."""
+    mesh = mesh_on_paper(Topology(), 0)
+    layers = [(spec, spec.build(mesh).double()) for spec in IN_PLACE]
+    infos = collect([(spec.name, module) for spec, module in layers])
+    initialize(infos, mesh.topology, 0, seed=Setup().seed)
+    parameters, losses, reported = [info.tensor for info in infos], [], 0.0
+    adam = torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    for step in range(steps):
+        total, reported = 0.0, 0.0
+        for number in range(step * micro_batches, (step + 1) * micro_batches):
+            one, x = told(number), None
+            own = 0.0
+            for _, module in layers:
+                out = module(x, one)
+                own = own + (out.loss if isinstance(out, WithLoss) else 0.0)
+                x = hidden_of(out)
+            loss = weighed(x, one.targets)
+            ((loss + own) / micro_batches).backward()
+            total, reported = total + loss.item() / micro_batches, reported + own.item()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        adam.step()
+        adam.zero_grad()
+        losses.append(total)
+    return losses, reported
+
+
+def train_in_place(pipeline: int, data: int, runs: list[tuple[str, int]]) -> list[tuple[list[float], float]]:
+    mesh, found = open_mesh(Topology(pipeline, data)), []
+    for name, chunks in runs:
+        model = OwnModel(IN_PLACE, weighed, mesh, Setup(FP64, pipelining=Pipelining(name, chunks)))
+        losses = model.train(told, steps=3, micro_batches=4, learning_rate=3e-3)
+        found.append((losses, model.reports()["own"].item()))
+    return found
+
+
+def test_own_losses_and_work_in_place_train_as_in_plain_torch() -> None:
+    """To 1e-10 in fp64, alone and on pipeline 2 x data 2, where a stage begins with a layer that works in place. A
+    layer's own loss counts by its mean, as the model's does."""
+    losses, reported = in_plain_torch(3, 4)
+    for ranks in (train_in_place(1, 1, RUNS[:1]), *on_ranks(4, train_in_place, 2, 2, RUNS)):
+        for (name, _), (found, own) in zip(RUNS, ranks, strict=False):
+            assert found == pytest.approx(losses, rel=1e-10) and own == pytest.approx(reported, rel=1e-10), name
+
+
 def test_a_plain_module_is_declared_whole_and_starts_the_same_on_every_rank() -> None:
     """Matrices are drawn, biases are zero and do not decay, as the weights of norms do not, which are one."""
     filled = []
@@ -215,6 +320,78 @@ def test_wrong_sizes_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     model.mesh = mesh_on_paper(Topology(data=3), 0)
     with pytest.raises(ValueError, match="8 micro-batches of a step are not evenly shared by 3 data ranks"):
         model.train(wide, steps=1, micro_batches=8, learning_rate=1e-3)
+
+
+def of_layers(*layers: LayerSpec, loss: Callable[..., Any] = loss) -> OwnModel:
+    """A model on one rank."""
+    return OwnModel(layers, loss, mesh_on_paper(Topology(), 0), Setup(FP64))
+
+
+class Returns(nn.Module):
+    """A layer that returns what it is told to."""
+
+    def __init__(self, what: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.what, self.inner = what, nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.what(self.inner(x))
+
+
+@pytest.mark.parametrize(("what", "told"), [
+    (lambda x: None, "layer odd returned NoneType, but a layer returns a tensor or a tuple of tensors, or WithLoss"),
+    (lambda x: [x], "layer odd returned list, but"),
+    (lambda x: (x, None), "layer odd returned tuple of Tensor, NoneType, but"),
+    (lambda x: (), "layer odd returned tuple of nothing, but"),
+    (lambda x: WithLoss(3.0), "layer odd returned float, but"),
+    (lambda x: WithLoss(x, x.mean(0)), r"layer odd: its own loss must be a tensor without dims, .* shape \[2, 1\]"),
+    (lambda x: WithLoss(x, 0.5), "layer odd: its own loss must be a tensor without dims, .* not float"),
+])
+def test_a_layer_that_returns_what_cannot_go_on_is_named(what: Callable[[Tensor], Any], told: str) -> None:
+    """A forgotten return too: the next layer must not begin again with the inputs."""
+    model = of_layers(plain("odd", lambda: Returns(what)), plain("leave", lambda: nn.Linear(1, 1)))
+    with pytest.raises(ValueError, match=told):
+        model.step([wide(0)], learning_rate=1e-3)
+
+
+@pytest.mark.parametrize(("bad", "told"), [
+    (lambda x, sums: x[-1] - sums, r"the loss must be a tensor without dims, as mean\(\) gives it, not .* \[2, 1\]"),
+    (lambda x, sums: loss(x, sums).item(), "the loss must be a tensor .*, not float"),
+    (lambda x, sums: loss(x.detach(), sums), "the loss depends on no parameter by way of gradients"),
+])
+def test_a_loss_that_cannot_be_trained_on_is_told(bad: Callable[..., Any], told: str) -> None:
+    model = of_layers(*NOISY, loss=bad)
+    with pytest.raises(ValueError, match=told):
+        model.step([wide(0)], learning_rate=1e-3)
+
+
+def test_what_is_no_list_of_layers_is_refused_by_name() -> None:
+    leave, one = plain("leave", lambda: nn.Linear(2, 1)), nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="layer 0 is Linear, not LayerSpec: make it with own.plain"):
+        of_layers(one, leave)
+    with pytest.raises(ValueError, match="two layers are called leave"):
+        of_layers(leave, leave)
+    with pytest.raises(ValueError, match=r"layer f: make\(\) gave builtin_function_or_method, which is no "):
+        of_layers(plain("f", lambda: torch.sin), leave)
+    with pytest.raises(ValueError, match="layer f: a cost of -1.0, but it must be 0 or more"):
+        plain("f", lambda: nn.Linear(2, 2), cost=-1.0)
+    with pytest.raises(ValueError, match="--pipeline-schedule zb-x: must be one of gpipe, 1f1b"):
+        Pipelining("zb-x")
+
+
+def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
+    of_layers(*NOISY).save(tmp_path)
+    with pytest.raises(ValueError, match="holds the layers enter, noisy.0, .*, but the model's are enter, noisy.0"):
+        of_layers(*NOISY[:2], NOISY[-1]).load(tmp_path)
+
+
+def test_measured_costs_need_an_example_to_measure_with() -> None:
+    """A layer that works in place can be timed as well."""
+    setup = Setup(FP64, pipelining=Pipelining(split=Split("measured")))
+    mesh = mesh_on_paper(Topology(), 0)
+    with pytest.raises(ValueError, match="--pipeline-split measured: it needs a micro-batch to time the layers with"):
+        OwnModel(IN_PLACE, weighed, mesh, setup)
+    OwnModel(IN_PLACE, weighed, mesh, setup, told(0)).step([told(0)], learning_rate=1e-3)
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:

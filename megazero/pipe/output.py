@@ -35,6 +35,20 @@ def hidden_of(output: Output) -> Hidden:
     return output.x if isinstance(output, WithLoss) else output
 
 
+def check_output(output: Output, layer: str) -> None:
+    """ValueError, naming the layer, where that is not what a layer returns."""
+    x, loss = hidden_of(output), output.loss if isinstance(output, WithLoss) else None
+    if not isinstance(x, Tensor) and not (isinstance(x, tuple) and x and all(isinstance(part, Tensor) for part in x)):
+        parts = f" of {', '.join(type(part).__name__ for part in x) or 'nothing'}" if isinstance(x, tuple) else ""
+        raise ValueError(
+            f"layer {layer} returned {type(x).__name__}{parts}, but a layer returns a tensor or a tuple of tensors, or "
+            "WithLoss of these"
+        )
+    if loss is not None and not (isinstance(loss, Tensor) and loss.ndim == 0):
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise ValueError(f"layer {layer}: its own loss must be a tensor without dims, as mean() gives it, not {what}")
+
+
 def with_losses_of(x: Hidden, *outputs: Output) -> Output:
     """`x` with the losses and reports that the outputs of its parts carry; `x` itself where they carry none.
 

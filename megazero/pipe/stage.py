@@ -6,9 +6,11 @@ slice, recomputing those layers in the backward that it is told to.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from ..parallel.params import collect, join_tied
 from ..parallel.random import recompute
 from ..parallel.topology import Topology
 from ..parallel.weights import WeightQueue
-from .output import Hidden, Output, flat, hidden_of, shaped, with_losses_of
+from .output import Hidden, Output, check_output, flat, hidden_of, shaped, with_losses_of
 from .split import Split
 
 
@@ -32,12 +34,18 @@ class LayerSpec:
                   tensor, as [seq / tensor, batch, hidden], or a tuple of tensors of any kind; the first layer gets None
     cost          relative time of the layer, by which stages are balanced; 0 for what is negligible
     recomputable  whether full recomputation may drop its activations
+
+    Raises ValueError for a cost below 0.
     """
 
     name: str
     build: Callable[[Mesh], nn.Module]
     cost: float = 1.0
     recomputable: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cost < math.inf:
+            raise ValueError(f"layer {self.name}: a cost of {self.cost}, but it must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,8 @@ class Stage(nn.Module):
 
     def forward(self, x: Hidden | None, batch: MicroBatch) -> Output:
         parts: list[Output] = []
+        if torch.is_grad_enabled():
+            x = writable(x)
         for segment, again in self.segments:
             again = again and torch.is_grad_enabled()
             own = replace(batch, kept={}) if again and isinstance(batch, MicroBatch) else batch
@@ -110,8 +120,28 @@ class Stage(nn.Module):
         x, parts = shaped(tensors, is_tuple), []
         for i in segment:
             parts.append(self.layers[i](x, batch))
+            check_output(parts[-1], self.names[i])
             x = hidden_of(parts[-1])
         return with_losses_of(x, *parts)
+
+
+class _Handed(torch.autograd.Function):
+    """A stage's input as an ordinary tensor of the graph, with the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def writable(x: Hidden | None) -> Hidden | None:
+    """`x` so that a layer may work on it in place, as it may where the layer before stands on the same stage: torch
+    refuses that for a leaf with gradient, which is what a stage is handed."""
+    tensors = tuple(_Handed.apply(t) if t.is_leaf and t.requires_grad else t for t in flat(x))
+    return shaped(tensors, isinstance(x, tuple))
 
 
 def _segments(recomputable: list[bool], how: Recompute) -> list[tuple[range, bool]]:
