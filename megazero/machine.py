@@ -22,7 +22,7 @@ from .parallel.collectives import all_reduce, broadcast, gather_objects
 from .parallel.groups import Mesh
 from .parallel.lamb import Lamb
 from .parallel.muon import Muon
-from .parallel.params import collect, initialize
+from .parallel.params import ParamInfo, check_alike, collect, initialize
 from .parallel.reports import ReportTable
 from .parallel.rules import SGD, Adam, Rule
 from .parallel.zero import Zero, ZeroOptimizer
@@ -180,8 +180,18 @@ def _initialized(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, setup: Setup
     for stage in stages.values():
         stage.to(setup.dtypes.master)
     infos = collect([named for stage in stages.values() for named in stage.named_layers()])
+    if any(layer.shared for layer in layers):
+        _check_shared(infos, mesh)
     initialize(infos, mesh.topology, mesh.rank, seed=setup.seed)
     return stages
+
+
+def _check_shared(infos: Sequence[ParamInfo], mesh: Mesh) -> None:
+    """ValueError, on all ranks, where the first and the last one declare a parameter that they share differently."""
+    mine = {info.name: (info.spec.shape, info.initial) for info in infos if info.spec.tied}
+    told = gather_objects(mine, mesh.pipeline)
+    for name in dict.fromkeys(name for held in told for name in held):
+        check_alike(name, [held[name] for held in told if name in held])
 
 
 def measured_seconds(

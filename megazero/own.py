@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +68,8 @@ def open_ranks(topology: Topology) -> Iterator[Mesh]:
 
 
 def plain(
-    name: str, make: Callable[[], nn.Module], *, std: float = 0.02, cost: float = 1.0, recomputable: bool = False
+    name: str, make: Callable[[], nn.Module], *, std: float = 0.02, cost: float = 1.0, recomputable: bool = False,
+    shared: Mapping[str, str] | None = None,
 ) -> LayerSpec:
     """A layer made of a plain torch module that maps one tensor on, or several: what a layer returns as a tuple the
     next one gets as its arguments. The first layer of a model gets the inputs.
@@ -76,7 +77,8 @@ def plain(
     `make` makes a new module each time. `std` is that of its initial values: see `adopt`. What it draws in training, in
     dropout say, depends on the layer and the micro-batch alone, so neither recomputation nor any layout changes it. It
     may return WithLoss: its own loss counts as the model's does, by its mean over the micro-batches. Its weight
-    gradients are never put off.
+    gradients are never put off. What it has in common with another layer `shared` says, as LayerSpec has it:
+    {"weight": "words"} on an nn.Embedding and on an nn.Linear without bias ties these.
     """
     def build(mesh: Mesh) -> nn.Module:
         module = make()
@@ -87,7 +89,7 @@ def plain(
         module.register_forward_hook(hooks.after)
         return module
 
-    return LayerSpec(name, build, cost, recomputable)
+    return LayerSpec(name, build, cost, recomputable, dict(shared or {}))
 
 
 class _Hooks:

@@ -19,11 +19,11 @@ from megazero.machine import Pipelining, Setup
 from megazero.own import Example, OwnModel, open_ranks, plain
 from megazero.parallel.collectives import AgreedError
 from megazero.parallel.groups import mesh_on_paper, open_mesh
-from megazero.parallel.params import adopt, collect, initialize
+from megazero.parallel.params import adopt, collect, initialize, join_tied, share
 from megazero.parallel.topology import Topology
 from megazero.pipe.output import WithLoss, hidden_of
 from megazero.pipe.split import Split
-from megazero.pipe.stage import LayerSpec, Recompute
+from megazero.pipe.stage import LayerSpec, Recompute, cut_layers, shared_apart
 from megazero.precision import Dtypes
 from tests.harness import ROOT, on_ranks
 
@@ -205,7 +205,7 @@ class InPlace(nn.Module):
 
 
 class Leave(nn.Module):
-    """Logits."""
+    """Logits by the table that the words came from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,10 +216,11 @@ class Leave(nn.Module):
 
 
 VOCAB = 11
-IN_PLACE = [
-    plain("enter", Enter, std=0.3, cost=0.0),
+ENTER, LEAVE = {"words.weight": "table", "ranks.weight": "ranks"}, {"few.weight": "ranks", "out.weight": "table"}
+TIED = [
+    plain("enter", Enter, std=0.3, cost=0.0, shared=ENTER),
     *(plain(f"in_place.{i}", InPlace, std=0.2) for i in range(4)),
-    plain("leave", Leave, std=0.3, cost=0.0),
+    plain("leave", Leave, std=0.3, cost=0.0, shared=LEAVE),
 ]
 
 
@@ -239,7 +240,11 @@ def weighed(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
 def in_plain_torch(steps: int, micro_batches: int) -> tuple[list[float], float]:
     """Losses of the same training without megazero's engine and optimizer, and what the layers reported at its end."""
     mesh = mesh_on_paper(Topology(), 0)
-    layers = [(spec, spec.build(mesh).double()) for spec in IN_PLACE]
+    layers = [(spec, spec.build(mesh).double()) for spec in TIED]
+    for spec, module in layers:
+        for path, name in spec.shared.items():
+            share(module, path, name, tied=False)
+    join_tied([(spec.name, module) for spec, module in layers])
     infos = collect([(spec.name, module) for spec, module in layers])
     initialize(infos, mesh.topology, 0, seed=Setup().seed)
     parameters, losses, reported = [info.tensor for info in infos], [], 0.0
@@ -263,20 +268,20 @@ def in_plain_torch(steps: int, micro_batches: int) -> tuple[list[float], float]:
     return losses, reported
 
 
-def train_in_place(pipeline: int, data: int, runs: list[tuple[str, int]]) -> list[tuple[list[float], float]]:
+def train_tied(pipeline: int, data: int, runs: list[tuple[str, int]]) -> list[tuple[list[float], float]]:
     mesh, found = open_mesh(Topology(pipeline, data)), []
     for name, chunks in runs:
-        model = OwnModel(IN_PLACE, weighed, mesh, Setup(FP64, pipelining=Pipelining(name, chunks)))
+        model = OwnModel(TIED, weighed, mesh, Setup(FP64, pipelining=Pipelining(name, chunks)))
         losses = model.train(told, steps=3, micro_batches=4, learning_rate=3e-3)
         found.append((losses, model.reports()["own"].item()))
     return found
 
 
-def test_own_losses_and_work_in_place_train_as_in_plain_torch() -> None:
-    """To 1e-10 in fp64, alone and on pipeline 2 x data 2, where a stage begins with a layer that works in place. A
-    layer's own loss counts by its mean, as the model's does."""
+def test_shared_parameters_own_losses_and_work_in_place_train_as_in_plain_torch() -> None:
+    """To 1e-10 in fp64, alone and on pipeline 2 x data 2, where what is shared lies on two ranks or on one, and a stage
+    begins with a layer that works in place. A layer's own loss counts by its mean, as the model's does."""
     losses, reported = in_plain_torch(3, 4)
-    for ranks in (train_in_place(1, 1, RUNS[:1]), *on_ranks(4, train_in_place, 2, 2, RUNS)):
+    for ranks in (train_tied(1, 1, RUNS[:1]), *on_ranks(4, train_tied, 2, 2, RUNS)):
         for (name, _), (found, own) in zip(RUNS, ranks, strict=False):
             assert found == pytest.approx(losses, rel=1e-10) and own == pytest.approx(reported, rel=1e-10), name
 
@@ -379,6 +384,59 @@ def test_what_is_no_list_of_layers_is_refused_by_name() -> None:
         Pipelining("zb-x")
 
 
+def test_layers_that_hold_one_parameter_unsaid_are_refused() -> None:
+    """On ranks of their own they would hold two."""
+    one = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Linear.weight is declared already: each layer needs a module of its own"):
+        of_layers(plain("a", lambda: one), plain("b", lambda: nn.Sequential(one)))
+
+    def with_weight(weight: nn.Parameter) -> nn.Module:
+        module = nn.Linear(2, 2, bias=False)
+        module.weight = weight
+        return module
+
+    weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="b.weight is a.weight of another layer: say so .see LayerSpec.shared"):
+        of_layers(plain("a", lambda: with_weight(weight)), plain("b", lambda: with_weight(weight)))
+
+
+def two_ends(first: int, last: int, std: float, *, between: dict[str, str] | None = None) -> list[LayerSpec]:
+    """Layers that share a table of so many rows."""
+    return [
+        plain("words", lambda: nn.Embedding(first, 4), std=0.3, shared={"weight": "table"}),
+        plain("between", lambda: nn.Linear(4, 4, bias=False), shared=between),
+        plain("out", lambda: nn.Linear(4, last, bias=False), std=std, shared={"weight": "table"}),
+    ]
+
+
+def refusal(layers: list[LayerSpec], pipeline: int) -> str:
+    """What the machine says to layers that do not fit each other."""
+    try:
+        OwnModel(layers, loss, open_mesh(Topology(pipeline)), Setup(FP64))
+    except ValueError as wrong:
+        return str(wrong)
+    return ""
+
+
+def refusals(pipeline: int) -> list[str]:
+    alone = plain("words", lambda: nn.Embedding(5, 4), shared={"weight": "table"})
+    asked = [two_ends(5, 6, 0.3), two_ends(5, 5, 0.2), [alone, *two_ends(5, 5, 0.3)[1:2]]]
+    return [refusal(layers, pipeline) for layers in asked]
+
+
+def test_layers_that_share_must_agree_on_any_layout() -> None:
+    for pipeline in (1, 2):
+        for shapes, stds, alone in on_ranks(pipeline, refusals, pipeline):
+            assert shapes.startswith("layers that share table must declare it alike, not as [5, 4] with"), pipeline
+            assert stds.startswith("layers that share table must declare it alike") and "std=0.2" in stds
+            assert alone == "the shared parameter table is named by one layer alone: words on stage 0"
+    told = refusal(two_ends(5, 5, 0.3, between={"no": "table"}), 1)
+    assert told == "Linear has no parameter no to share as table"
+    layers = two_ends(5, 5, 0.3, between={"weight": "table"})
+    with pytest.raises(ValueError, match="table must stand on one rank, or on the first and the last of 3 stages: wo"):
+        shared_apart(layers, cut_layers(layers, range(3)))
+
+
 def test_a_checkpoint_of_other_layers_is_refused(tmp_path: Path) -> None:
     of_layers(*NOISY).save(tmp_path)
     with pytest.raises(ValueError, match="holds the layers enter, noisy.0, .*, but the model's are enter, noisy.0"):
@@ -390,8 +448,8 @@ def test_measured_costs_need_an_example_to_measure_with() -> None:
     setup = Setup(FP64, pipelining=Pipelining(split=Split("measured")))
     mesh = mesh_on_paper(Topology(), 0)
     with pytest.raises(ValueError, match="--pipeline-split measured: it needs a micro-batch to time the layers with"):
-        OwnModel(IN_PLACE, weighed, mesh, setup)
-    OwnModel(IN_PLACE, weighed, mesh, setup, told(0)).step([told(0)], learning_rate=1e-3)
+        OwnModel(TIED, weighed, mesh, setup)
+    OwnModel(TIED, weighed, mesh, setup, told(0)).step([told(0)], learning_rate=1e-3)
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:

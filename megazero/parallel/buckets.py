@@ -154,7 +154,8 @@ def make_buckets(
     """
     how = how or Bucketing()
     alike: dict[tuple, list[ParamInfo]] = {}
-    for info in infos:
+    # The first and the last rank come upon what they share in other orders.
+    for info in sorted(infos, key=lambda info: info.name if info.spec.tied else ""):
         spec, homes = info.spec, how.homes.get(info.name, ())
         is_cut = (is_cut_by_tensor(spec, mesh.topology), *_axes(spec))
         is_shared = spec.data_axis == "tied_data" or len(homes) > 1

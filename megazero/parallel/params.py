@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -90,7 +90,7 @@ def adopt(module: nn.Module, *, std: float) -> nn.Module:
 
     Initial values: normal with `std` where a parameter has two dims or more, else zeros for what is called a bias and
     ones for the rest, which are the weights of norms. Raises ValueError, naming it, for other state, such as a running
-    mean: checkpoints hold what is trained.
+    mean: checkpoints hold what is trained; and for a parameter that is declared already, by another layer or its own.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     for name in module.state_dict():
@@ -100,8 +100,26 @@ def adopt(module: nn.Module, *, std: float) -> nn.Module:
         for name, parameter in part.named_parameters(recurse=False):
             initial = Initial(std) if parameter.ndim > 1 else ZEROS if "bias" in name else ONES
             spec = ShardSpec(tuple(parameter.shape), (None,) * parameter.ndim)
-            part.__dict__.setdefault("declared", {})[name] = _Declared(spec, initial, initial.std is not None, None)
+            known = part.__dict__.setdefault("declared", {})
+            if name in known:
+                raise ValueError(
+                    f"{type(part).__name__}.{name} is declared already: each layer needs a module of its own, and one "
+                    "that declares its parameters itself is not adopted"
+                )
+            known[name] = _Declared(spec, initial, initial.std is not None, None)
     return module
+
+
+def share(module: nn.Module, path: str, known_as: str, *, tied: bool) -> None:
+    """Give the declared parameter `path` of a module a global name that other layers give theirs too; `tied`: the first
+    and the last pipeline rank hold it. Raises ValueError where the module has none there."""
+    owner, _, name = path.rpartition(".")
+    part = dict(module.named_modules()).get(owner)
+    declared = {} if part is None else part.__dict__.get("declared", {})
+    if name not in declared:
+        raise ValueError(f"{type(module).__name__} has no parameter {path} to share as {known_as}")
+    d = declared[name]
+    declared[name] = replace(d, spec=replace(d.spec, tied=tied), known_as=known_as)
 
 
 def join_tied(layers: Iterable[tuple[str, nn.Module]]) -> None:
@@ -112,29 +130,40 @@ def join_tied(layers: Iterable[tuple[str, nn.Module]]) -> None:
             for name, declared in module.__dict__.get("declared", {}).items():
                 if declared.known_as is not None and declared.known_as in owners:
                     owner, owner_name = owners[declared.known_as]
+                    first = owner.__dict__["declared"][owner_name]
+                    check_alike(declared.known_as, [(d.spec.shape, d.initial) for d in (first, declared)])
                     module.register_parameter(name, owner.get_parameter(owner_name))
                 elif declared.known_as is not None:
                     owners[declared.known_as] = module, name
 
 
+def check_alike(name: str, holders: Iterable[tuple[tuple[int, ...], Initial]]) -> None:
+    """ValueError unless all layers that share a parameter give it one shape and the same initial values."""
+    told = dict.fromkeys(f"{list(shape)} with {initial}" for shape, initial in holders)
+    if len(told) > 1:
+        raise ValueError(f"layers that share {name} must declare it alike, not as {'; '.join(told)}")
+
+
 def collect(layers: Iterable[tuple[str, nn.Module]]) -> list[ParamInfo]:
     """Every parameter of named layers with what was declared of it, in the order of the model, each once.
 
-    Raises ValueError, naming it, for a parameter that was not declared.
+    Raises ValueError, naming it, for a parameter that was not declared, or that two layers hold without a name for it:
+    on ranks of their own they would be two.
     """
     infos: list[ParamInfo] = []
-    seen: set[int] = set()
+    seen: dict[int, tuple[str, str]] = {}               # a parameter's layer, and its path
     for layer_name, layer in layers:
         for prefix, module in layer.named_modules(prefix=layer_name):
             declared = module.__dict__.get("declared", {})
             for name, tensor in module.named_parameters(recurse=False):
                 if name not in declared:
                     raise ValueError(f"{prefix}.{name} was not declared: make it with params.declare")
-                d = declared[name]
+                d, path = declared[name], f"{prefix}.{name}"
                 if id(tensor) not in seen:
-                    known_as = d.known_as or f"{prefix}.{name}"
-                    infos.append(ParamInfo(known_as, tensor, d.spec, d.initial, d.decay, d.movement))
-                    seen.add(id(tensor))
+                    infos.append(ParamInfo(d.known_as or path, tensor, d.spec, d.initial, d.decay, d.movement))
+                    seen[id(tensor)] = layer_name, path
+                elif d.known_as is None and (first := seen[id(tensor)])[0] != layer_name:
+                    raise ValueError(f"{path} is {first[1]} of another layer: say so (see LayerSpec.shared)")
     return infos
 
 

@@ -7,8 +7,8 @@ slice, recomputing those layers in the backward that it is told to.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..data.batch import MicroBatch
 from ..parallel.groups import Mesh, mesh_on_paper
-from ..parallel.params import collect, join_tied
+from ..parallel.params import collect, join_tied, share
 from ..parallel.random import recompute
 from ..parallel.topology import Topology
 from ..parallel.weights import WeightQueue
@@ -34,6 +34,8 @@ class LayerSpec:
                   tensor, as [seq / tensor, batch, hidden], or a tuple of tensors of any kind; the first layer gets None
     cost          relative time of the layer, by which stages are balanced; 0 for what is negligible
     recomputable  whether full recomputation may drop its activations
+    shared        parameters (their paths in the module) that it has in common with other layers, and the global name
+                  that these give them too. Such layers stand on one rank, or on the first and the last stage
 
     Raises ValueError for a cost below 0.
     """
@@ -42,6 +44,7 @@ class LayerSpec:
     build: Callable[[Mesh], nn.Module]
     cost: float = 1.0
     recomputable: bool = False
+    shared: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not 0 <= self.cost < math.inf:
@@ -160,12 +163,37 @@ def _segments(recomputable: list[bool], how: Recompute) -> list[tuple[range, boo
     return out
 
 
+def shared_apart(layers: Sequence[LayerSpec], cut: Cut) -> dict[str, bool]:
+    """Of each parameter that layers share whether two ranks hold it. Raises ValueError where they would be others than
+    those of the first and the last stage, or where one layer shares alone."""
+    holders: dict[str, list[tuple[str, int]]] = {}
+    for number, part in enumerate(cut.slices):
+        for layer in (layers[i] for i in part):
+            for name in layer.shared.values():
+                holders.setdefault(name, []).append((layer.name, number))
+    apart = {}
+    for name, held in holders.items():
+        apart[name] = len({cut.homes[stage] for _, stage in held}) > 1
+        where = ", ".join(f"{layer} on stage {stage}" for layer, stage in held)
+        if len(held) == 1:
+            raise ValueError(f"the shared parameter {name} is named by one layer alone: {where}")
+        if apart[name] and not {stage for _, stage in held} <= {0, len(cut.slices) - 1}:
+            raise ValueError(
+                f"the layers that share {name} must stand on one rank, or on the first and the last of "
+                f"{len(cut.slices)} stages: {where}"
+            )
+    return apart
+
+
 def build_stages(layers: Sequence[LayerSpec], mesh: Mesh, cut: Cut, how: Recompute) -> dict[int, Stage]:
     """This rank's stages by number. Where it holds both ends of a tied parameter, both hold the same object."""
-    stages = {}
+    stages, apart = {}, shared_apart(layers, cut)
     for number in cut.held_by(mesh.stage):
         own = replace(mesh, weights=WeightQueue(mesh.weights.products))
         part = [(layers[i], layers[i].build(own)) for i in cut.slices[number]]
+        for layer, module in part:
+            for path, name in layer.shared.items():
+                share(module, path, name, tied=apart[name])
         stages[number] = Stage(part, how, own.weights)
     join_tied([named for stage in stages.values() for named in stage.named_layers()])
     return stages

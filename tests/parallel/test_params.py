@@ -168,7 +168,15 @@ def test_parameters_come_once_and_in_the_order_of_the_model():
     names = [info.name for info in collect([("a", first), ("b", second)])]
     own = ["word", "qkv", "gate_up", "row", "position", "scale", "bias"]
     assert names == [f"a.{name}" for name in own] + [f"b.{name}" for name in own]
-    assert [info.name for info in collect([("a", first), ("again", first)])] == names[:7]
+    first.again = first.word
+    assert [info.name for info in collect([("a", first)])] == names[:7]
+
+
+def test_a_parameter_that_two_layers_hold_without_a_name_for_it_is_refused():
+    """On ranks of their own they would train one each."""
+    layer = Layer(Topology())
+    with pytest.raises(ValueError, match="again.word is a.word of another layer"):
+        collect([("a", layer), ("again", layer)])
 
 
 def test_matrices_decay_and_vectors_do_not():
