@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +24,12 @@ from . import snapshot
 from .checkpoint_index import read_index
 from .machine import Setup, assemble
 from .parallel.collectives import AgreedError, all_reduce
-from .parallel.groups import Mesh, World, choose_device, connect, disconnect, open_mesh
+from .parallel.groups import Group, Mesh, World, choose_device, connect, disconnect, open_mesh
+from .parallel.layers import gather_linear
 from .parallel.params import adopt
 from .parallel.random import Draw, draw_seed, seed_generator
 from .parallel.topology import Topology
+from .parallel.weights import WeightQueue
 from .parallel.zero import Rates
 from .pipe.lower import Program
 from .pipe.output import Hidden, Output, WithLoss, flat
@@ -69,16 +72,17 @@ def open_ranks(topology: Topology) -> Iterator[Mesh]:
 
 def plain(
     name: str, make: Callable[[], nn.Module], *, std: float = 0.02, cost: float = 1.0, recomputable: bool = False,
-    shared: Mapping[str, str] | None = None,
+    shared: Mapping[str, str] | None = None, split_backward: bool = False,
 ) -> LayerSpec:
     """A layer made of a plain torch module that maps one tensor on, or several: what a layer returns as a tuple the
     next one gets as its arguments. The first layer of a model gets the inputs.
 
     `make` makes a new module each time. `std` is that of its initial values: see `adopt`. What it draws in training, in
     dropout say, depends on the layer and the micro-batch alone, so neither recomputation nor any layout changes it. It
-    may return WithLoss: its own loss counts as the model's does, by its mean over the micro-batches. Its weight
-    gradients are never put off. What it has in common with another layer `shared` says, as LayerSpec has it:
-    {"weight": "words"} on an nn.Embedding and on an nn.Linear without bias ties these.
+    may return WithLoss: its own loss counts as the model's does, by its mean over the micro-batches. What it has in
+    common with another layer `shared` says, as LayerSpec has it: {"weight": "words"} on an nn.Embedding and on an
+    nn.Linear without bias ties these. With `split_backward` zero-bubble schedules put the weight gradients of its
+    nn.Linear modules off, as they do with GPT's; its forward may then take no gradients of its own.
     """
     def build(mesh: Mesh) -> nn.Module:
         module = make()
@@ -87,9 +91,18 @@ def plain(
         hooks = _Hooks(name)
         adopt(module, std=std).register_forward_pre_hook(hooks.before)
         module.register_forward_hook(hooks.after)
+        for linear in [part for part in module.modules() if split_backward and type(part) is nn.Linear]:
+            linear.forward = partial(_split_linear, linear, mesh.weights)
         return module
 
     return LayerSpec(name, build, cost, recomputable, dict(shared or {}))
+
+
+def _split_linear(linear: nn.Linear, queue: WeightQueue, x: Tensor) -> Tensor:
+    """[..., in] -> [..., out], whose weight gradients the stage's queue adds."""
+    rows = x.reshape(-1, 1, x.shape[-1])
+    y = gather_linear(rows, linear.weight, linear.bias, Group("tensor"), queue)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 class _Hooks:

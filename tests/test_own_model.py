@@ -21,6 +21,7 @@ from megazero.parallel.collectives import AgreedError
 from megazero.parallel.groups import mesh_on_paper, open_mesh
 from megazero.parallel.params import adopt, collect, initialize, join_tied, share
 from megazero.parallel.topology import Topology
+from megazero.parallel.zero import Zero
 from megazero.pipe.output import WithLoss, hidden_of
 from megazero.pipe.split import Split
 from megazero.pipe.stage import LayerSpec, Recompute, cut_layers, shared_apart
@@ -217,11 +218,15 @@ class Leave(nn.Module):
 
 VOCAB = 11
 ENTER, LEAVE = {"words.weight": "table", "ranks.weight": "ranks"}, {"few.weight": "ranks", "out.weight": "table"}
-TIED = [
-    plain("enter", Enter, std=0.3, cost=0.0, shared=ENTER),
-    *(plain(f"in_place.{i}", InPlace, std=0.2) for i in range(4)),
-    plain("leave", Leave, std=0.3, cost=0.0, shared=LEAVE),
-]
+
+
+def tied(split: bool) -> list[LayerSpec]:
+    """Their layers."""
+    return [
+        plain("enter", Enter, std=0.3, cost=0.0, shared=ENTER),
+        *(plain(f"in_place.{i}", InPlace, std=0.2, split_backward=split) for i in range(4)),
+        plain("leave", Leave, std=0.3, cost=0.0, shared=LEAVE, split_backward=split),
+    ]
 
 
 def told(number: int) -> Example:
@@ -240,7 +245,7 @@ def weighed(logits: Tensor, targets: tuple[Tensor, Tensor]) -> Tensor:
 def in_plain_torch(steps: int, micro_batches: int) -> tuple[list[float], float]:
     """Losses of the same training without megazero's engine and optimizer, and what the layers reported at its end."""
     mesh = mesh_on_paper(Topology(), 0)
-    layers = [(spec, spec.build(mesh).double()) for spec in TIED]
+    layers = [(spec, spec.build(mesh).double()) for spec in tied(False)]
     for spec, module in layers:
         for path, name in spec.shared.items():
             share(module, path, name, tied=False)
@@ -268,10 +273,15 @@ def in_plain_torch(steps: int, micro_batches: int) -> tuple[list[float], float]:
     return losses, reported
 
 
-def train_tied(pipeline: int, data: int, runs: list[tuple[str, int]]) -> list[tuple[list[float], float]]:
+# Schedule, stages of a rank, and whether linear layers' weight gradients may be put off.
+TIED_RUNS = [*((*run, False) for run in RUNS), ("1f1b", 1, True), ("zb-h1", 1, True), ("zb-v", 2, True)]
+
+
+def train_tied(pipeline: int, data: int, runs: list[tuple[str, int, bool]]) -> list[tuple[list[float], float]]:
     mesh, found = open_mesh(Topology(pipeline, data)), []
-    for name, chunks in runs:
-        model = OwnModel(TIED, weighed, mesh, Setup(FP64, pipelining=Pipelining(name, chunks)))
+    for name, chunks, split in runs:
+        setup = Setup(FP64, pipelining=Pipelining(name, chunks), zero=Zero(clip=1.0, overlap_reduce=split))
+        model = OwnModel(tied(split), weighed, mesh, setup)
         losses = model.train(told, steps=3, micro_batches=4, learning_rate=3e-3)
         found.append((losses, model.reports()["own"].item()))
     return found
@@ -279,11 +289,35 @@ def train_tied(pipeline: int, data: int, runs: list[tuple[str, int]]) -> list[tu
 
 def test_shared_parameters_own_losses_and_work_in_place_train_as_in_plain_torch() -> None:
     """To 1e-10 in fp64, alone and on pipeline 2 x data 2, where what is shared lies on two ranks or on one, and a stage
-    begins with a layer that works in place. A layer's own loss counts by its mean, as the model's does."""
+    begins with a layer that works in place. A layer's own loss counts by its mean, as the model's does. Weight
+    gradients may be put off."""
     losses, reported = in_plain_torch(3, 4)
-    for ranks in (train_tied(1, 1, RUNS[:1]), *on_ranks(4, train_tied, 2, 2, RUNS)):
-        for (name, _), (found, own) in zip(RUNS, ranks, strict=False):
-            assert found == pytest.approx(losses, rel=1e-10) and own == pytest.approx(reported, rel=1e-10), name
+    for ranks in (train_tied(1, 1, TIED_RUNS[:1]), *on_ranks(4, train_tied, 2, 2, TIED_RUNS)):
+        for run, (found, own) in zip(TIED_RUNS, ranks, strict=False):
+            assert found == pytest.approx(losses, rel=1e-10) and own == pytest.approx(reported, rel=1e-10), run
+
+
+def test_weight_gradients_of_linear_layers_are_put_off_where_that_is_asked_for() -> None:
+    """Whatever the shape of what they map: alone, a row, rows of rows; none is put off unasked."""
+    for split in (True, False):
+        layer = plain("map", lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), split_backward=split)
+        mesh = mesh_on_paper(Topology(), 0)
+        module = layer.build(mesh).double()
+        initialize(collect([("map", module)]), mesh.topology, 0, seed=1)
+        for shape in ((3,), (5, 3), (2, 5, 3), (2, 4, 5, 3), (0, 3)):
+            x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+            y = module(None, Example(x, x))
+            weights = list(module.parameters())
+            plainly = nn.functional.linear(nn.functional.linear(x, *weights[:2]).tanh(), *weights[2:])
+            want = torch.autograd.grad(plainly.square().sum(), [x, *weights])
+            with mesh.weights.deferring() as work:
+                y.square().sum().backward()
+            assert len(work) == 2 * split and all((p.grad is None) is split for p in weights)
+            for one in work:
+                one()
+            for got, expected in zip([x.grad, *(p.grad for p in weights)], want, strict=True):
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+            module.zero_grad()
 
 
 def test_a_plain_module_is_declared_whole_and_starts_the_same_on_every_rank() -> None:
@@ -448,8 +482,8 @@ def test_measured_costs_need_an_example_to_measure_with() -> None:
     setup = Setup(FP64, pipelining=Pipelining(split=Split("measured")))
     mesh = mesh_on_paper(Topology(), 0)
     with pytest.raises(ValueError, match="--pipeline-split measured: it needs a micro-batch to time the layers with"):
-        OwnModel(TIED, weighed, mesh, setup)
-    OwnModel(TIED, weighed, mesh, setup, told(0)).step([told(0)], learning_rate=1e-3)
+        OwnModel(tied(True), weighed, mesh, setup)
+    OwnModel(tied(True), weighed, mesh, setup, told(0)).step([told(0)], learning_rate=1e-3)
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:
