@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .machine import Machine
 from .parallel.collectives import gather_objects
-from .pipe.lower import Program
+from .pipe.instructions import Program
 from .pipe.output import WithLoss, flat, hidden_of
 from .pipe.stage import Stage
 

@@ -20,7 +20,8 @@ from .parallel.params import collect
 from .parallel.shard import ShardSpec
 from .parallel.topology import Topology
 from .pipe.engine import PipeEngine
-from .pipe.lower import Program, add_communication
+from .pipe.instructions import Program
+from .pipe.lower import add_communication
 from .pipe.output import Hidden, Output, hidden_of
 from .pipe.p2p import Wires, edges_of
 from .pipe.schedule import forward_only

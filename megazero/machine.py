@@ -27,7 +27,8 @@ from .parallel.reports import ReportTable
 from .parallel.rules import SGD, Adam, Rule
 from .parallel.zero import Zero, ZeroOptimizer
 from .pipe.engine import PipeEngine
-from .pipe.lower import Program, add_communication
+from .pipe.instructions import Orders, Program
+from .pipe.lower import add_communication
 from .pipe.output import Hidden, flat, hidden_of, shaped
 from .pipe.p2p import Wires, edges_of
 from .pipe.schedule import SCHEDULES, Schedule, forward_only
@@ -123,15 +124,18 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
     ranks, how = mesh.pipeline.size, setup.pipelining
     placed = how.homes(ranks)
 
-    @cache
-    def train(micro_batches: int) -> list[Program]:
-        return add_communication(how.order(ranks, micro_batches, how.chunks), len(placed))
+    def programs(orders: Callable[[int, int, int], Orders], micro_batches: int) -> list[Program]:
+        return add_communication(orders(ranks, micro_batches, how.chunks), len(placed))
+
+    @cache                              # of this rank's alone: those of 64 ranks and 512 micro-batches are 13 MB
+    def train(micro_batches: int) -> Program:
+        return programs(how.order, micro_batches)[mesh.stage]
 
     @cache
-    def evaluate(micro_batches: int) -> list[Program]:
-        return add_communication(how.order.forward_only(ranks, micro_batches, how.chunks), len(placed))
+    def evaluate(micro_batches: int) -> Program:
+        return programs(how.order.forward_only, micro_batches)[mesh.stage]
 
-    wires = Wires(mesh.pipeline, edges_of(train(1)))                # the same for any number of micro-batches
+    wires = Wires(mesh.pipeline, edges_of(programs(how.order, 1)))      # the same for any number of micro-batches
     seconds = None
     if how.split.weighs == "seconds":
         if example is None:
@@ -155,8 +159,7 @@ def assemble(layers: Sequence[LayerSpec], mesh: Mesh, setup: Setup, example: Mic
         queues=queues, reduction=optimizer.reducer,
     )
     return Machine(
-        mesh, engine, optimizer, lambda count: train(count)[mesh.stage], lambda count: evaluate(count)[mesh.stage],
-        placed[-1], ReportTable(mesh), setup.figures,
+        mesh, engine, optimizer, train, evaluate, placed[-1], ReportTable(mesh), setup.figures,
     )
 
 

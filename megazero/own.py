@@ -31,7 +31,7 @@ from .parallel.random import Draw, draw_seed, seed_generator
 from .parallel.topology import Topology
 from .parallel.weights import WeightQueue
 from .parallel.zero import Rates
-from .pipe.lower import Program
+from .pipe.instructions import Program
 from .pipe.output import Hidden, Output, WithLoss, flat
 from .pipe.stage import LayerSpec
 from .products import products_of

@@ -4,22 +4,27 @@ with any number of micro-batches; and equal masks make schedules equal in every 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+import megazero.machine
 import pretrain_gpt
 from megazero.data.batch import MicroBatch
 from megazero.data.indexed import IndexedWriter
 from megazero.flags import parse
 from megazero.gpt import WORD_TABLE
 from megazero.parallel.groups import World, open_mesh
+from megazero.pipe.instructions import Forward, Orders, Program
+from megazero.pipe.lower import add_communication
 from megazero.pipe.schedule import interleaved
 from megazero.trainer import Progress, Trainer
 from tests.harness import on_ranks
@@ -205,6 +210,37 @@ def test_losses_belong_to_their_micro_batches_whatever_their_shape() -> None:
         for rank, got in enumerate(of_ranks):
             for what, losses in got.items():
                 assert losses == pytest.approx(want[what] if rank == last else [], rel=1e-12), f"{name} {what}"
+
+
+def programs_built(runs: Sequence[Sequence[str]], world: int) -> list[tuple[list[int], list[str]]]:
+    """For each run the micro-batches of each program that was made for it, in order, and of those that it keeps the
+    forwards of other ranks."""
+    found = []
+    for argv in runs:
+        made: list[int] = []
+
+        def counted(orders: Orders, stages: int, made: list[int] = made) -> list[Program]:
+            made.append(1 + max(op.micro for order in orders for op in order))
+            return add_communication(orders, stages)
+
+        with mock.patch.object(megazero.machine, "add_communication", counted):
+            _, _, foreign = train_rank(argv, world, forwards_of_others, None)
+        found.append((made, foreign))
+    return found
+
+
+def forwards_of_others(trainer: Trainer) -> list[str]:
+    gc.collect()
+    own = trainer.machine.engine.stages
+    return [str(op) for op in gc.get_objects() if isinstance(op, Forward) and op.stage not in own]
+
+
+def test_a_program_is_built_once_and_not_in_every_step() -> None:
+    """One for the wires, and one for each number of micro-batches, in training and in evaluation; a rank keeps its
+    own."""
+    flags = "--train-iters 6 --rampup-batch-size 4 4 12 --eval-interval 2 --eval-iters 2 --eval-micro-batch-size 1"
+    runs = [words(f"{flags} {schedule}", (1, 2, 1)) for schedule in SCHEDULES.values()]
+    assert on_ranks(2, programs_built, runs, 2) == [[([1, 2, 8, 4], [])] * len(runs)] * 2
 
 
 def machine_losses(runs: Sequence[Sequence[str]], world: int) -> list[tuple[float, float]]:
