@@ -7,7 +7,7 @@ import functools
 import gc
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,18 +53,23 @@ def words(flags: str, layout: tuple[int, int, int], base: str = SMALL) -> list[s
     return f"{base} {flags} --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}".split()
 
 
-def train_all(runs: Sequence[str], layout: tuple[int, int, int], base: str = SMALL) -> list[Outcome]:
+def train_all(
+    runs: Sequence[str], layout: tuple[int, int, int], base: str = SMALL,
+    before: Callable[[Trainer], None] | None = None,
+) -> list[Outcome]:
     """`train` of several runs, one after another in the same processes."""
     world = math.prod(layout)
-    ranks = on_ranks(world, train_all_on_rank, [words(run, layout, base) for run in runs], world)
+    ranks = on_ranks(world, train_all_on_rank, [words(run, layout, base) for run in runs], world, before)
     return [
         Outcome(results[0][0].steps, assemble([pieces for _, pieces, _ in results]))
         for results in zip(*ranks, strict=True)
     ]
 
 
-def train_all_on_rank(runs: Sequence[Sequence[str]], world: int) -> list[tuple[Recorder, list, Any]]:
-    return [train_rank(argv, world, None, None) for argv in runs]
+def train_all_on_rank(
+    runs: Sequence[Sequence[str]], world: int, before: Callable[[Trainer], None] | None
+) -> list[tuple[Recorder, list, Any]]:
+    return [train_rank(argv, world, None, None, before) for argv in runs]
 
 
 @functools.cache
@@ -116,13 +121,39 @@ def test_a_rank_may_hold_an_end_of_the_model_and_no_block() -> None:
         check_equal(got, one_rank(model), run)
 
 
-@pytest.mark.parametrize(("ranks", "ties", "zero"), [(2, (True, False), 1), (2, (True,), 2), (4, (False,), 1)])
+def test_every_schedule_trains_the_same_model_beside_tensor_and_data_ranks() -> None:
+    """C057 C062: two of each, on eight ranks; tied and untied."""
+    model = "--fp64 --train-iters 2 --num-layers 5"
+    cases = [(f"{model} {tie}", schedule) for tie in ("", UNTIED) for schedule in SCHEDULES.values()]
+    for got, (flags, schedule) in zip(train_all([" ".join(case) for case in cases], (2, 2, 2)), cases, strict=True):
+        check_equal(got, one_rank(flags), f"{flags} {schedule}")
+
+
+@pytest.mark.parametrize("flags", ["", UNTIED])
+def test_no_schedule_changes_the_logged_number_of_parameters(flags: str) -> None:
+    """C057 C062: on 1 to 4 stages, or on 2 to 8, of a model that few of these numbers divide; a tied table is one."""
+    said = set()
+    for ranks in (1, 2, 3, 4):
+        for schedule in SCHEDULES.values():
+            config, _ = parse(words(f"--num-layers 9 {flags} {schedule}", (1, ranks, 1)))
+            said.add(pretrain_gpt.describe(pretrain_gpt.prepare(config, World(0, ranks, 0))).split(", ")[1])
+    width, vocab = 32, 97
+    count = 9 * (12 * width**2 + 13 * width) + (vocab * (1 + bool(flags)) + 16 + 2) * width
+    assert said == {f"{count:,} parameters"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "ties", "zero"),
+    [(1, (True,), 1), (2, (True, False), 1), (2, (True,), 2), (3, (True,), 1), (4, (False,), 1)],
+)
 def test_schedules_are_equal_in_every_bit(ranks: int, ties: tuple[bool, ...], zero: int) -> None:
     """With dropout, clipping active, in fp32: losses of all steps, final weights and moments. Tied too, also where one
-    rank holds both ends of the model, as in the V shape, and where gradients are reduced after each backward."""
+    rank holds both ends of the model, as in the V shape, and where gradients are reduced after each backward; where one
+    stage holds both, the order of their sum is its own."""
     dropout = f"--attention-dropout 0.1 --hidden-dropout 0.1 --num-layers {2 * ranks} --train-iters 3"
     dropout += f" --zero-stage {zero}"
-    cases = [(name, tied) for tied in ties for name in SCHEDULES]
+    names = SCHEDULES if ranks > 1 else ("gpipe", "1f1b", "zb-h1")
+    cases = [(name, tied) for tied in ties for name in names]
     runs = [f"{dropout} {'' if tied else UNTIED} {SCHEDULES[name]}" for name, tied in cases]
     outcomes = train_all(runs, (1, ranks, 1))
     for (name, tied), got in zip(cases, outcomes, strict=True):
@@ -158,19 +189,19 @@ def _tables(trainer: Trainer, progress: Progress, steps: int) -> list[list[str]]
     return found
 
 
-@pytest.mark.parametrize(("ranks", "names"), [(2, tuple(SCHEDULES)), (3, ("interleaved",))])
-def test_both_holders_of_a_tied_table_stay_equal(ranks: int, names: tuple[str, ...]) -> None:
-    """C061: in bf16, after every one of ten steps, in all modes; and the table does change."""
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_both_holders_of_a_tied_table_stay_equal(ranks: int) -> None:
+    """C061: in bf16, after every one of ten steps, in all modes, with and without ZeRO; and the table does change."""
     steps = 10
     flags = f"--bf16 --train-iters {steps} --micro-batch-size 1 --global-batch-size 4"
     runs = [
-        words(f"{flags} --num-layers {2 * ranks} --zero-stage {number % 2} {SCHEDULES[name]}", (1, ranks, 1))
-        for number, name in enumerate(names)
+        words(f"{flags} --num-layers {2 * ranks} --zero-stage {(number + ranks) % 2} {schedule}", (1, ranks, 1))
+        for number, schedule in enumerate(SCHEDULES.values())
     ]
     places = on_ranks(ranks, tables_after_each_step, runs, ranks, steps)
-    for name, *of_ranks in zip(names, *places, strict=True):
+    for name, *of_ranks in zip(SCHEDULES, *places, strict=True):
         holders = [rank for rank, found in enumerate(of_ranks) if found[0]]
-        assert holders == ([0] if name == "zb-v" else [0, ranks - 1]), name
+        assert holders == ([0] if name == "zb-v" or ranks == 1 else [0, ranks - 1]), name
         copies = [of_ranks[rank] for rank in holders]
         assert all(copy == copies[0] for copy in copies), name
         assert len({digest for (digest,) in copies[0]}) == steps, name
@@ -264,16 +295,25 @@ def test_every_rank_learns_the_loss_of_a_step_with_its_own_shape() -> None:
             assert got == pytest.approx(want, rel=1e-12), name
 
 
-def test_a_set_that_wraps_round_stops_no_stage(tmp_path: Path) -> None:
-    """C065: data for three steps, eight steps, three stages, of which the middle ones read nothing."""
+def read_at_the_ends_alone(trainer: Trainer) -> None:
+    """A rank without the first and the last stage must not ask its loader for anything."""
+    engine = trainer.machine.engine
+    if engine.stages.keys().isdisjoint({0, engine.last_stage}):
+        trainer.feeds["train"].loader.global_batch = None
+
+
+@pytest.mark.parametrize("samples", [12, 14])
+def test_a_set_that_wraps_round_stops_no_stage(samples: int, tmp_path: Path) -> None:
+    """C065 C070: data for three steps, or for three and a tail that fills no batch; eight steps, three stages, of which
+    the middle ones read nothing."""
     with IndexedWriter(tmp_path / "few", vocab_size=97) as writer:
-        writer.add_document([np.random.default_rng(1).integers(0, 97, 3 * 4 * 16 + 1)])
+        writer.add_document([np.random.default_rng(1).integers(0, 97, samples * 16 + 1)])
     base = SMALL.replace("--mock-data", f"--data-path {tmp_path / 'few'} --split 1")
     flags = "--fp64 --num-layers 6 --micro-batch-size 1 --global-batch-size 4 --train-iters 8"
     (want,) = train_all([flags], (1, 1, 1), base)
     assert len(set(want.losses)) == 8
     runs = [f"{flags} {schedule}" for schedule in SCHEDULES.values()]
-    for name, got in zip(SCHEDULES, train_all(runs, (1, 3, 1), base), strict=True):
+    for name, got in zip(SCHEDULES, train_all(runs, (1, 3, 1), base, read_at_the_ends_alone), strict=True):
         check_equal(got, want, name)
 
 
@@ -281,9 +321,6 @@ def test_the_reported_loss_is_that_of_the_whole_global_batch() -> None:
     """C068: with micro-batches of 1 and of 4 on two data ranks; the one rank has micro-batches of 2."""
     flags = "--fp64 --train-iters 2"
     want = one_rank(flags).losses
-    runs = [
-        f"{flags} --micro-batch-size {(1, 4)[number % 2]} {schedule}"
-        for number, schedule in enumerate(SCHEDULES.values())
-    ]
+    runs = [f"{flags} --micro-batch-size {size} {schedule}" for schedule in SCHEDULES.values() for size in (1, 4)]
     for run, got in zip(runs, train_all(runs, (1, 2, 2)), strict=True):
         assert got.losses == pytest.approx(want, rel=1e-11), run
