@@ -163,16 +163,18 @@ def _hang(workers: list, waiting: list[int], folder: Path, timeout: float) -> st
 
 
 class Job:
-    """`pretrain_gpt.py` ARGV as n processes with the variables torchrun sets, forked as workers are. `plant`, where it
-    is given, is called in each of them before, with its rank. As a context it kills what is left at its end."""
+    """`pretrain_gpt.py` ARGV as n processes with the variables torchrun sets, forked as workers are; or another `main`.
+    `plant`, where it is given, is called in each of them before, with its rank. As a context it kills what is left at
+    its end."""
 
     def __init__(
-        self, argv: Sequence[str], n: int, folder: Path, *, plant: Callable[[int], None] | None = None
+        self, argv: Sequence[str], n: int, folder: Path, *, plant: Callable[[int], None] | None = None,
+        main: Callable[[list[str]], int | None] | None = None,
     ) -> None:
         self.folder, port = folder, _free_port()
         folder.mkdir(parents=True, exist_ok=True)
         self.processes = [
-            _server().Process(target=_front_door, args=(list(argv), rank, n, port, str(folder), plant), daemon=True)
+            _server().Process(target=_run_main, args=(list(argv), rank, n, port, str(folder), plant, main), daemon=True)
             for rank in range(n)
         ]
         for process in self.processes:
@@ -219,8 +221,9 @@ class Job:
         return path.read_text(errors="replace") if path.exists() else ""
 
 
-def _front_door(
-    argv: list[str], rank: int, n: int, port: int, folder: str, plant: Callable[[int], None] | None
+def _run_main(
+    argv: list[str], rank: int, n: int, port: int, folder: str, plant: Callable[[int], None] | None,
+    main: Callable[[list[str]], int | None] | None,
 ) -> None:
     import pretrain_gpt
 
@@ -233,7 +236,7 @@ def _front_door(
     torch.set_num_threads(1)
     if plant is not None:
         plant(rank)
-    sys.exit(pretrain_gpt.main(argv))
+    sys.exit((main or pretrain_gpt.main)(argv))
 
 
 # ------------------------------------------------------------------------------------------------ scripts on ranks
