@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,11 @@ from megazero.parallel.params import collect, initialize
 from megazero.parallel.random import recompute
 from megazero.parallel.topology import Topology
 from megazero.parallel.weights import WeightQueue, gradient_of
+from megazero.pipe.engine import PipeEngine
+from megazero.pipe.instructions import BackwardInput, BackwardWeight, Forward, ReduceGrads
+from megazero.pipe.lower import add_communication
+from megazero.pipe.p2p import Wires
+from megazero.pipe.schedule import SCHEDULES
 from tests.harness import on_ranks
 
 SEQ, BATCH, HIDDEN = 8, 2, 16
@@ -141,23 +147,71 @@ def test_deferred_work_holds_what_it_needs_and_frees_it_one_by_one() -> None:
     """Input and output gradient of each layer until its own weight gradient is added; the graph is gone by then."""
     queue, weights = WeightQueue(), [nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
     alive: list[weakref.ref] = []
-    x = torch.randn(4, 64, requires_grad=True)
-    y = x
-    for weight in weights:
-        y = gather_linear(y, weight, None, Group("tensor"), queue) * 1.0
-        alive.append(weakref.ref(y))
-    with queue.deferring() as work:
-        y.sum().backward()
-    del y
-    gc.collect()
-    assert len(work) == 3 and [weight.grad for weight in weights] == [None] * 3
+    seen: list[list[bool]] = []
+    put = queue.put
+
+    def noted(work: Callable[[], None]) -> None:
+        """Before it runs."""
+        gc.collect()
+        seen.append([ref() is not None for ref in alive])
+        work()
+
+    def stage(_: None, x: Tensor) -> Tensor:
+        for weight in weights:
+            x = gather_linear(x, weight, None, Group("tensor"), queue) * 1.0
+            alive.append(weakref.ref(x.untyped_storage()))
+        return x.sum()
+
+    queue.put = lambda work: put(functools.partial(noted, work))
+    engine = PipeEngine({0: stage}, 0, Wires(Group("pipeline"), []), device=torch.device("cpu"), queues={0: queue})
+    program = [Forward(0, 0), BackwardInput(0, 0), BackwardWeight(0, 0), ReduceGrads(0)]
+    engine.run(program, [torch.randn(4, 64, requires_grad=True)])
     # The results of layers 0 and 1 are the inputs of 1 and 2, and are still wanted; the last one is not.
-    assert [ref() is not None for ref in alive] == [True, True, False]
-    work.reverse()
-    for left in ([True, False], [False, False], [False, False]):
-        work.pop()()
-        assert [ref() is not None for ref in alive[:2]] == left
+    assert seen == [[True, True, False], [True, False, False], [False, False, False]]
     assert all(weight.grad is not None for weight in weights)
+
+
+class Told:
+    """Stands where the reduction stands, and knows how many weight gradients of each stage are there when it is told
+    of one."""
+
+    def __init__(self, every: bool) -> None:
+        self.every, self.added = every, Counter[int]()
+        self.seen: dict[str, list[tuple[int, int]]] = {"arm": [], "reduce": [], "finish": []}
+
+    def arm(self, stage: int) -> None:
+        self.seen["arm"].append((stage, self.added[stage]))
+
+    def reduce(self, stage: int) -> None:
+        self.seen["reduce"].append((stage, self.added[stage]))
+
+    def finish(self, stage: int) -> None:
+        self.seen["finish"].append((stage, self.added[stage]))
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)])
+@pytest.mark.parametrize("every", [False, True])
+def test_a_reduction_is_told_before_the_step_that_completes_a_stage(name: str, chunks: int, every: bool) -> None:
+    """Or before every one that completes a micro-batch; and when all are there."""
+    micros, told, queues = 4, Told(every), [WeightQueue() for _ in range(chunks)]
+    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(chunks)]
+
+    def stage(x: Tensor | None, batch: Tensor, *, at: int) -> Tensor:
+        y = gather_linear(batch if x is None else x, weights[at], None, Group("tensor"), queues[at])
+        return y.sum() if at == chunks - 1 else y
+
+    for at, queue in enumerate(queues):
+        queue.arrived = lambda _, at=at: told.added.update([at])
+    engine = PipeEngine(
+        {at: functools.partial(stage, at=at) for at in range(chunks)}, chunks - 1, Wires(Group("pipeline"), []),
+        device=torch.device("cpu"), queues=dict(enumerate(queues)), reduction=told,
+    )
+    (program,) = add_communication(SCHEDULES[name](1, micros, chunks), chunks)
+    engine.run(program, [torch.ones(3, 2, requires_grad=True)] * micros)
+    times = range(micros) if every else [micros - 1]
+    assert sorted(told.seen["arm"]) == [(at, n) for at in range(chunks) for n in times]
+    assert sorted(told.seen["reduce"]) == [(at, n + 1) for at in range(chunks) for n in times if every]
+    assert sorted(told.seen["finish"]) == [(at, micros) for at in range(chunks)]
 
 
 def run_twice(layer: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
