@@ -156,6 +156,9 @@ def test_1f1b_computes_in_the_order_of_the_closed_form():
 
 
 PUBLISHED = {
+    ("gpipe", 2, 3, 1): """
+        F0 F1 F2 BW0 BW1 BW2
+        F0 F1 F2 BW0 BW1 BW2""",
     ("1f1b", 4, 4, 1): """
         F0 F1 F2 F3 BW0 BW1 BW2 BW3
         F0 F1 F2 BW0 F3 BW1 BW2 BW3
@@ -212,6 +215,36 @@ def test_groups_hold_no_fewer_micro_batches_than_ranks():
         group_sizes(4, 8, 3)
 
 
+@pytest.mark.parametrize("chunks", CHUNKS[1:])
+def test_interleaved_groups_follow_the_rule_of_megatron(chunks):
+    """Where the last group is full, or no smaller than the ranks: w = min(2 (p-r-1) + (v-1) N, M v) forwards first, the
+    k-th of micro-batch and chunk k of the table; then backwards in turn, of the same micro-batches, chunks from behind.
+    """
+    for ranks in range(1, 7):
+        for micros in MICROS:
+            for group in range(ranks, micros + 1):
+                if 0 < micros % group < ranks:
+                    continue
+                table = [
+                    (m, chunk) for first in range(0, micros, group) for chunk in range(chunks)
+                    for m in range(first, min(first + group, micros))
+                ]
+                for r, order in enumerate(interleaved(ranks, micros, chunks, group)):
+                    forwards = [op for op in order if isinstance(op, Forward)]
+                    assert [(op.micro, op.stage) for op in forwards] == [(m, c * ranks + r) for m, c in table]
+                    backwards = [(m, (chunks - 1 - c) * ranks + r) for m, c in table]
+                    assert [(op.micro, op.stage) for op in order if isinstance(op, Backward)] == backwards
+                    first = min(2 * (ranks - r - 1) + (chunks - 1) * group, micros * chunks)
+                    kinds = "F" * first + "FB" * (len(table) - first) + "B" * first
+                    assert "".join("F" if isinstance(op, Forward) else "B" for op in order) == kinds
+
+
+def test_interleaving_one_stage_is_1f1b():
+    """And holds no more."""
+    for ranks, micros in SIZES:
+        assert interleaved(ranks, micros, 1) == SCHEDULES["1f1b"](ranks, micros, 1)
+
+
 @pytest.mark.parametrize("chunks", [2, 3])
 def test_any_group_size_runs_with_the_same_bubble(chunks):
     for ranks in (1, 2, 3, 4, 6):
@@ -252,12 +285,12 @@ def test_sizes_below_one_and_stages_that_a_schedule_does_not_run_are_refused():
 
 
 def test_64_stages_and_512_micro_batches_are_built_and_proven_in_seconds():
-    """10^5 ranks have such pipelines; interleaved, and 1F1B, in one go."""
-    start = time.process_time()
+    """10^5 ranks have such pipelines; interleaved, and 1F1B: 1.2 s each, where nothing else runs."""
     for name, ranks, chunks in (("1f1b", 64, 1), ("interleaved", 32, 2)):
+        start = time.process_time()
         programs = proven(lowered(name, ranks, 512, chunks), ranks * chunks)
         assert simulate(programs).idle == (3.0 * (ranks - 1),) * ranks
-    assert time.process_time() - start < 60      # 5 to 11 s
+        assert time.process_time() - start < 10
 
 
 def test_an_order_reads_as_a_line():

@@ -11,15 +11,9 @@ from megazero.pipe.instructions import (
     ReduceGrads,
     SendActivation,
 )
-from megazero.pipe.lower import add_communication
 from megazero.pipe.schedule import SCHEDULES
 from megazero.pipe.simulate import Costs, check_blocking, check_programs, simulate
-
-CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
-
-
-def lowered(name, ranks, micros):
-    return add_communication(SCHEDULES[name](ranks, micros, CHUNKS[name]), ranks * CHUNKS[name])
+from tests.pipe.test_lowering import lowered
 
 
 def test_costs_may_differ_by_stage_and_messages_take_time():
@@ -79,6 +73,11 @@ def test_the_checks_see_planted_faults():
         check_programs(unsent, 3)
     with pytest.raises(ValueError, match="hang"):
         simulate(unsent)
+    crossed = fresh()
+    first, second = (crossed[0].index(SendActivation(micro, 0, 1)) for micro in (0, 1))
+    crossed[0].insert(second, crossed[0].pop(first))
+    with pytest.raises(ValueError, match="rank 0 sends"):
+        check_programs(crossed, 3)
     short = fresh()
     short[2].remove(ReduceGrads(2))
     with pytest.raises(ValueError, match="ReduceGrads"):
