@@ -55,11 +55,11 @@ class Saving:
 
 def stage_layout(optimizer: ZeroOptimizer, *, moments: bool = True) -> StageLayout:
     """How this rank's buckets are made, as the checkpoint's index tells it."""
-    dtype = DTYPE_NAMES[optimizer.buckets[0].weight.dtype]
-    tensors = {
-        info.name: TensorEntry(info.spec, dict.fromkeys([k for k in bucket.slices if moments or k == "weight"], dtype))
-        for bucket in optimizer.buckets for info in bucket.infos
-    }
+    tensors = {}
+    for bucket in optimizer.buckets:
+        kinds = [kind for kind in bucket.slices if moments or kind == "weight"]
+        dtypes = dict.fromkeys(kinds, DTYPE_NAMES[bucket.weight.dtype])
+        tensors |= {info.name: TensorEntry(info.spec, dtypes) for info in bucket.infos}
     buckets = tuple(BucketLayout(b.axis, tuple(i.name for i in b.infos), b.share) for b in optimizer.buckets)
     return StageLayout(tensors, buckets)
 
@@ -166,9 +166,8 @@ class Saver:
         """What this rank owns of each kind, per bucket [share]."""
         buckets = self.optimizer.buckets
         kinds = dict.fromkeys(kind for bucket in buckets for kind in bucket.slices)
-        nothing = buckets[0].weight[:0]                         # of a kind that a bucket does not have
-        return {
-            kind: [bucket.slices.get(kind, nothing) for bucket in buckets]
+        return {                                                # nothing of a kind that a bucket does not have
+            kind: [bucket.slices.get(kind, bucket.weight[:0]) for bucket in buckets]
             for kind in kinds if self.how.moments or kind == "weight"
         }
 

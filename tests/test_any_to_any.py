@@ -84,7 +84,7 @@ def one_rank(flags: str) -> list[float]:
 INTERLEAVED = "--pipeline-schedule interleaved --num-layers-per-virtual-pipeline-stage 1"
 EXACT = [
     ((4, 1, 1), "--zero-stage 1"),
-    ((1, 3, 1), ""),
+    ((1, 3, 1), "--pipeline-model-parallel-layout Etttt||L"),          # a rank without a layer
     ((1, 1, 3), "--zero-stage 2 --overlap-grad-reduce --bucket-size 4000"),
     ((1, 2, 1), f"--zero-stage 0 {INTERLEAVED}"),
     ((2, 1, 2), "--zero-stage 0"),
