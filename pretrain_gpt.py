@@ -46,7 +46,7 @@ from megazero.parallel.topology import Topology
 from megazero.parallel.zero import Zero
 from megazero.parts import open_parts, rules_of
 from megazero.pipe.stage import LayerSpec, Recompute
-from megazero.pipe.trace import write_trace
+from megazero.pipe.trace import seconds_to_epoch, write_trace
 from megazero.plan import StagePlan, describe_layout, plan_stages
 from megazero.planner.layout import layout_of, split_of
 from megazero.precision import dtypes, residual_dtype
@@ -229,7 +229,8 @@ def run(plan: Plan, world: World, notices: Sequence[str], lookout: Lookout) -> P
         lookout.train()
         progress = train(trainer, progress, iterations, config)
     if trace is not None:
-        write_trace(Path(config.logging.trace_pipeline), mesh.rank, list(trace), progress.iteration)
+        folder = Path(config.logging.trace_pipeline)
+        write_trace(folder, mesh.rank, list(trace), progress.iteration, shift=seconds_to_epoch())
     profile.close(progress.iteration)
     if config.optimizer.overlap_grad_reduce and not config.batch.skip_train:
         metrics.overlap(progress.iteration, *early_buckets(trainer.machine.optimizer, mesh))

@@ -6,7 +6,7 @@ whatever their class, and Forward(0, 0) must not equal Backward(0, 0).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -116,17 +116,19 @@ def render(items: Iterable[Instruction]) -> str:
     where the rank holds several stages, `.c` says that the word concerns the c-th of them.
     """
     items = list(items)
-    chunk = {stage: at for at, stage in enumerate(sorted({item.stage for item in items}))}
-    words = []
-    for item in items:
-        word = SHORT[type(item)]
-        if not isinstance(item, ReduceGrads):
-            word += str(item.micro)
-        if len(chunk) > 1:
-            word += f".{chunk[item.stage]}"
-        if isinstance(item, Send):
-            word += f">{item.peer}"
-        elif isinstance(item, Recv):
-            word += f"<{item.peer}"
-        words.append(word)
-    return " ".join(words)
+    stages = sorted({item.stage for item in items})
+    return " ".join(word(item, stages) for item in items)
+
+
+def word(item: Instruction, stages: Sequence[int]) -> str:
+    """One instruction of a rank that holds `stages`, as `render` has it."""
+    text = SHORT[type(item)]
+    if not isinstance(item, ReduceGrads):
+        text += str(item.micro)
+    if len(stages) > 1:
+        text += f".{stages.index(item.stage)}"
+    if isinstance(item, Send):
+        text += f">{item.peer}"
+    elif isinstance(item, Recv):
+        text += f"<{item.peer}"
+    return text

@@ -7,7 +7,7 @@ tensor is used; a message starts when both ends have reached it, in order on its
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .instructions import (
@@ -63,6 +63,18 @@ class Costs:
         return _at(self.backward_input, op.stage) + _at(self.backward_weight, op.stage)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Costs step by step, as a run took them; `send` is that of a message."""
+
+    seconds: Mapping[Compute, float]
+    send: float = 0.0
+
+    def of(self, op: Compute) -> float:
+        """The time that `op` takes."""
+        return self.seconds[op]
+
+
 def _at(cost: float | Sequence[float], stage: int) -> float:
     return cost[stage] if isinstance(cost, Sequence) else cost
 
@@ -96,7 +108,7 @@ class Report:
     @property
     def bubble(self) -> float:
         """Idle share of the whole time, over all ranks."""
-        return 1.0 - sum(self.busy) / (self.makespan * len(self.busy))
+        return 1.0 - sum(self.busy) / (self.makespan * len(self.busy)) if self.makespan else 0.0
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -266,7 +278,7 @@ class _Rank:
 class _Paper:
     """All ranks in the course of a simulation."""
 
-    def __init__(self, programs: list[Program], costs: Costs, unfinished_sends: int | None) -> None:
+    def __init__(self, programs: list[Program], costs: Costs | Taken, unfinished_sends: int | None) -> None:
         self.programs, self.costs, self.limit = programs, costs, unfinished_sends
         self.ranks = [_Rank() for _ in programs]
         self.channels: dict[Edge, _Channel] = {}
@@ -326,7 +338,9 @@ class _Paper:
             self.awake.extend(self.waiting.pop(hit[0], ()))
 
 
-def simulate(programs: list[Program], costs: Costs = Costs(), *, unfinished_sends: int | None = None) -> Report:
+def simulate(
+    programs: list[Program], costs: Costs | Taken = Costs(), *, unfinished_sends: int | None = None
+) -> Report:
     """Runs the programs with the given costs. Raises ValueError where they cannot proceed.
 
     With `unfinished_sends` a rank that has more of them under way waits for the oldest; None: it never waits.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 import pretrain_gpt
-from megazero.pipe.instructions import Forward, ReduceGrads, render
+from megazero.pipe.instructions import SHORT, Forward, RecvActivation, ReduceGrads, render
 from megazero.pipe.lower import add_communication
 from megazero.pipe.schedule import SCHEDULES
 from megazero.pipe.trace import write_trace
@@ -18,6 +19,7 @@ from scripts import draw_schedule
 from tests.harness import on_ranks
 from tests.training import SMALL
 
+KINDS = {kind.__name__ for kind in SHORT}
 RUNS = {"1f1b": 1, "interleaved": 2, "zb-v": 2}
 STEPS, TRACED, MICROS = 12, pretrain_gpt.TRACED_STEPS, 4
 
@@ -48,8 +50,13 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def events_of(folder: Path, rank: int) -> list[dict]:
+def all_events(folder: Path, rank: int) -> list[dict]:
     return json.loads((folder / f"trace_rank_{rank:04d}.json").read_text())["traceEvents"]
+
+
+def events_of(folder: Path, rank: int) -> list[dict]:
+    """Those of instructions."""
+    return [event for event in all_events(folder, rank) if event["args"].get("kind") in KINDS]
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -61,12 +68,36 @@ def test_every_rank_writes_its_program_with_times(traces: Path, name: str) -> No
     for rank, program in enumerate(programs):
         events = events_of(traces / name, rank)
         kinds = [type(op).__name__ for op in program]
+        assert [event["name"] for event in events] == render(program).split() * TRACED
         assert [event["args"]["kind"] for event in events] == kinds * TRACED
         numbers = [event["args"]["iteration"] for event in events]
         assert numbers == [i for i in range(STEPS - TRACED + 1, STEPS + 1) for _ in program]
         assert {(e["ph"], e["tid"], e["pid"]) for e in events} == {("X", rank, 0)}
         for before, after in zip(events, events[1:], strict=False):
             assert before["dur"] >= 0 and before["ts"] + before["dur"] <= after["ts"] + 1e-3
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_browser_shows_iterations_ranks_and_what_was_waited_for(traces: Path, name: str) -> None:
+    """Events nest, ranks have names, times are of the clock of day, and no wait overlaps a step."""
+    for rank in range(2):
+        events = all_events(traces / name, rank)
+        assert [e["args"] for e in events if e["ph"] == "M"] == [{"name": f"rank {rank}"}, {"sort_index": rank}]
+        spans = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e["args"].get("kind") == "Iteration"}
+        assert list(spans) == [f"iteration {i}" for i in range(STEPS - TRACED + 1, STEPS + 1)]
+        assert all(abs(start / 1e6 - time.time()) < 600 for start, _ in spans.values())
+        inside = [e for e in events if e["ph"] == "X" and e["args"]["kind"] != "Iteration"]
+        for before, after in zip(inside, inside[1:], strict=False):
+            assert before["ts"] + before["dur"] <= after["ts"] + 0.5
+            start, end = spans[f"iteration {after['args']['iteration']}"]
+            assert start - 0.5 <= after["ts"] and after["ts"] + after["dur"] <= end + 0.5
+        waits = [(a, b) for a, b in zip(inside, inside[1:], strict=False) if a["args"]["kind"] == "Wait"]
+        assert waits and all(a["name"].startswith("wait recv") for a, _ in waits)
+        for wait, step in waits:
+            assert (wait["args"]["micro"], wait["args"]["stage"]) == (step["args"]["micro"], step["args"]["stage"])
+            assert wait["ts"] + wait["dur"] == pytest.approx(step["ts"], abs=0.5)
+    first = [e["name"] for e in all_events(traces / "1f1b", 1) if e["ph"] == "X"][:4]
+    assert first[0] == f"iteration {STEPS - TRACED + 1}" and "wait recvA0<0" in first
 
 
 def test_a_stage_runs_after_the_stage_below_it(traces: Path) -> None:
@@ -94,10 +125,12 @@ def test_a_trace_is_drawn_as_the_schedule_that_ran(
 
 
 def test_a_reduction_has_no_micro_batch(tmp_path: Path) -> None:
-    steps = [[(Forward(2, 1), 0.5, 0.75), (ReduceGrads(1), 0.75, 1.0)]]
-    file = write_trace(tmp_path / "new", 3, steps, 7)
+    steps = [[(RecvActivation(2, 1, 0), 0.25, 0.375), (Forward(2, 1), 0.5, 0.75), (ReduceGrads(1), 0.75, 1.0)]]
+    file = write_trace(tmp_path / "new", 3, steps, 7, shift=2.0)
     assert file.name == "trace_rank_0003.json"
-    first, second = events_of(tmp_path / "new", 3)
+    _, first, second = events_of(tmp_path / "new", 3)
     assert first["name"] == "F2" and first["args"] == {"kind": "Forward", "micro": 2, "stage": 1, "iteration": 7}
-    assert (first["ts"], first["dur"]) == (0.5e6, 0.25e6)
+    assert (first["ts"], first["dur"]) == (2.5e6, 0.25e6)
+    wait = all_events(tmp_path / "new", 3)[-3]
+    assert (wait["name"], wait["ts"], wait["dur"]) == ("wait recvA2<0", 2.375e6, 0.125e6)
     assert second["args"] == {"kind": "ReduceGrads", "stage": 1, "iteration": 7}
