@@ -3,7 +3,15 @@
     python scripts/draw_schedule.py --schedule zb-h1 --ranks 4 --micro-batches 8 --times 1,1.2,0.9,0.1 --out zb-h1.svg
     python scripts/draw_schedule.py --trace runs/a/trace --out run.png
 
-A bar is a step: its colour says which kind, its number which micro-batch, its shade which of the rank's stages.
+A bar is a step: its colour says which kind, its number which micro-batch, its shade which of the rank's stages. Where
+many of them would make it metres wide, bars are narrow and have no numbers. A grey line: a run's rank waits for a
+message or hands one over.
+
+What is said of a run: the share of time in which ranks compute nothing, and that of messages in it; each
+stage's mean times, of which the largest one sets the pace; and how long the same steps would take on paper, where
+messages take no time: with these mean times, which the schedule allows, and with the time that each step took, to which
+what is missing was lost between the steps. --out FILE.json writes the trace of all ranks as one, to be opened in a
+browser (ui.perfetto.dev or chrome://tracing).
 """
 
 from __future__ import annotations
@@ -11,14 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
@@ -34,69 +40,57 @@ from megazero.pipe.instructions import (  # noqa: E402
 from megazero.pipe.lower import add_communication  # noqa: E402
 from megazero.pipe.schedule import SCHEDULES  # noqa: E402
 from megazero.pipe.simulate import Costs, Report, Step, simulate  # noqa: E402
+from megazero.pipe.traced import Traced, clock_lag, compare, events_of, read_trace, stage_means  # noqa: E402
+from scripts.picture import (  # noqa: E402
+    GREY,
+    LABEL,
+    SMALL,
+    Colour,
+    Picture,
+    Rect,
+    Text,
+    readable,
+    svg,
+    text_width,
+    write_png,
+)
 
+# Kinds and shades differ by 30 or more in CIE Lab, also for eyes that do not tell red from green.
 COLOURS = {
-    Forward: (58, 110, 180), BackwardInput: (38, 150, 136), BackwardWeight: (235, 165, 60), Backward: (196, 84, 62)
+    Forward: (34, 78, 196), BackwardInput: (24, 114, 56), BackwardWeight: (245, 187, 26), Backward: (198, 56, 54)
 }
+LIGHTEST = 0.52                 # how much white is in the shade of a rank's last stage
 MEANING = {
     Forward: "forward", BackwardInput: "input gradient", BackwardWeight: "weight gradient", Backward: "whole backward"
 }
-KINDS = {word: kind for kind in COLOURS for word in (kind.__name__, SHORT[kind])}
+LINE = (150, 150, 150)          # of messages
 
-ROW, GAP, LEFT, TOP, RIGHT = 26, 4, 70, 64, 24                  # pixels
-NARROWEST, SHORTEST, LONGEST = 24, 860, 16_000                  # of a usual bar, of the timeline
-LABEL, SMALL = 12, 11                                           # font sizes
-INK, GREY = (30, 30, 30), (120, 120, 120)
+ROW, THIN, LEFT, TOP, RIGHT = 26, 9, 70, 64, 96                 # pixels; THIN: of many ranks
+MANY = 32                                                       # ranks
+NARROWEST, SHORTEST, LONGEST = 24, 860, 6_000                   # of a usual bar with its number, of such a timeline
+BARE, LONGEST_BARE = 2, 12_000                                  # of a usual bar and a timeline without numbers
+CLOCKS = 0.05                   # milliseconds by which ranks' clocks may seem to differ before it is told
 SUFFIXES = (".svg", ".png", ".txt")
-
-Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """What is drawn: a row of steps for each rank, in units of `unit`."""
+    """What is drawn: a row of steps for each rank, in units of `unit`, and when it was busy with messages alone."""
 
     title: str
     notes: tuple[str, ...]
     unit: str
     rows: dict[int, tuple[Step, ...]]
+    messages: Mapping[int, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     @property
     def span(self) -> float:
         """The end of the last step; the first one starts at 0 or later."""
         return max((step.end for row in self.rows.values() for step in row), default=0.0)
 
-
-@dataclass(frozen=True)
-class Rect:
-    """A filled rectangle."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    fill: Colour
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text in the middle of its line; `anchor` says what of it is at x: start, middle or end."""
-
-    x: float
-    y: float
-    text: str
-    size: int
-    anchor: str = "start"
-    fill: Colour = INK
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Shapes in pixels, later ones on top."""
-
-    width: int
-    height: int
-    shapes: tuple[Rect | Text, ...]
+    def idle(self, rank: int) -> float:
+        """The share of the whole time in which a rank runs no step."""
+        return 1 - sum(step.end - step.start for step in self.rows[rank]) / self.span if self.span else 0.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -104,12 +98,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = parser()
     asked = made.parse_args(argv)
     try:
-        if asked.out.suffix not in SUFFIXES:
-            raise ValueError(f"--out {asked.out}: the name must end in {', '.join(SUFFIXES)}")
+        suffixes = SUFFIXES if asked.trace is None else (*SUFFIXES, ".json")
+        if asked.out.suffix not in suffixes:
+            raise ValueError(f"--out {asked.out}: the name must end in {', '.join(suffixes)}")
         with named("--trace", asked.trace, "read"):
             timeline = of_trace(asked.trace, asked.iteration) if asked.trace else of_schedule(asked)
+            events = merged(asked.trace) if asked.out.suffix == ".json" else []
         with named("--out", asked.out, "written"):
-            write(timeline, asked.out)
+            if asked.out.suffix == ".json":
+                asked.out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+            else:
+                write(timeline, asked.out)
     except ValueError as wrong:
         made.error(str(wrong))
     print("\n".join((timeline.title, *timeline.notes, f"written to {asked.out}")))
@@ -137,14 +136,15 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--trace", type=Path, metavar="DIR", help="what a run wrote with --trace-pipeline DIR")
     add("--ranks", type=int, default=4, metavar="P", help="pipeline ranks [4]")
     add("--micro-batches", type=int, default=8, metavar="M", help="micro-batches of a step [8]")
-    add("--chunks", type=int, metavar="V", help="stages on each rank [the least that the schedule runs]")
+    add("--chunks", type=int, metavar="V", help="stages on each rank [2 of interleaved and zb-v, else 1]")
     add("--group", type=int, metavar="N", help="micro-batches of a group where it is interleaved [as many as ranks]")
     add("--times", default="1,1,1,0", metavar="F,B,W,SEND",
         help="of a stage's forward, input gradient, weight gradient and of a message [1,1,1,0]")
     add("--evaluate", action="store_true", help="draw an evaluation on the schedule's stages instead of training")
     add("--iteration", type=int, metavar="N", help="of a trace that holds several [its last]")
     add("--out", type=Path, required=True, metavar="FILE",
-        help=".svg, .png (needs Pillow) or .txt: one line per rank, as F0 F1 B0 W0, stages as .0 .1")
+        help=".svg, .png (needs Pillow) or .txt: one line per rank, as F0 F1 B0 W0, stages as .0 .1; of a trace also "
+        ".json: that of all ranks")
     return made
 
 
@@ -165,8 +165,8 @@ def of_schedule(asked: argparse.Namespace) -> Timeline:
     per_rank = "" if chunks == 1 else f", {chunks} stages each"
     groups = "" if asked.group is None else f" in groups of {asked.group}"
     return Timeline(
-        f"{schedule.name}{' (evaluation)' if asked.evaluate else ''}: {ranks} ranks{per_rank}, "
-        f"{micros} micro-batches{groups}",
+        f"{schedule.name}{' (evaluation)' if asked.evaluate else ''}: {_counted(ranks, 'rank')}{per_rank}, "
+        f"{_counted(micros, 'micro-batch', 'es')}{groups}",
         (f"F, B, W, send = {asked.times}", *_findings(report)), "", dict(enumerate(report.timeline)),
     )
 
@@ -176,7 +176,7 @@ def _costs(times: str) -> Costs:
         values = [float(word) for word in times.split(",")]
     except ValueError:
         values = []
-    if len(values) != 4 or min(values) < 0 or not sum(values[:3]) < float("inf"):
+    if len(values) != 4 or min(values) < 0 or not 0 < sum(values[:3]) < math.inf or not values[3] < math.inf:
         raise ValueError(f"--times {times}: must be four numbers, as 1,1,1,0: forward, input, weight, message")
     return Costs(*values)
 
@@ -190,65 +190,59 @@ def _findings(report: Report) -> Iterator[str]:
             yield f"held per rank until the weight gradient: {held}"
 
 
-def _brief(numbers: Sequence[int]) -> str:
-    """One number per rank, of many ranks the first and last ones."""
+def _brief(numbers: Sequence[int | str]) -> str:
+    """One number per rank or stage, of many the first and last ones."""
     shown = map(str, numbers) if len(numbers) <= 16 else (*map(str, numbers[:4]), "...", *map(str, numbers[-4:]))
     return " ".join(shown)
 
 
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count} {what}{'' if count == 1 else plural}"
+
+
 def of_trace(folder: Path, iteration: int | None) -> Timeline:
-    """What a run did, from one Chrome-trace file per rank: events with ts and dur in microseconds.
-
-    Each event's args say kind, micro and stage, and may say the iteration. Times are as each rank's clock has them.
-    """
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        raise ValueError(f"--trace {folder}: there is no .json file")
-    rows = {_rank(file): _steps(file) for file in files}
-    known = {step_iteration for row in rows.values() for step_iteration, _ in row if step_iteration is not None}
-    wanted = iteration if iteration is not None else max(known, default=None)
-    if iteration is not None and iteration not in known:
-        raise ValueError(f"--iteration {iteration}: the trace holds {sorted(known) or 'no numbers of iterations'}")
-    chosen = {rank: [s for n, s in row if n in (None, wanted)] for rank, row in rows.items()}
-    start = min((step.start for row in chosen.values() for step in row), default=None)
-    if start is None:
-        raise ValueError(f"--trace {folder}: no forward or backward is in it")
-    scaled = {
-        rank: tuple(Step(s.op, (s.start - start) / 1e3, (s.end - start) / 1e3) for s in sorted(row, key=_by_start))
-        for rank, row in sorted(chosen.items())
-    }
-    title = f"{folder.name}{'' if wanted is None else f', iteration {wanted}'}: {len(rows)} ranks"
-    timeline = Timeline(title, (), "ms", scaled)
-    busy = sum(step.end - step.start for row in scaled.values() for step in row)
-    note = f"makespan {timeline.span:.3g} ms, idle {1 - busy / (timeline.span * len(rows)):.1%}"
-    return Timeline(title, (note,), "ms", scaled)
+    """What a run did in an iteration."""
+    wanted, rows = read_trace(folder, iteration)
+    title = f"{folder.name}{'' if wanted is None else f', iteration {wanted}'}: {_counted(len(rows), 'rank')}"
+    drawn = {rank: row.steps for rank, row in rows.items()}
+    timeline = Timeline(title, (), "ms", drawn, {rank: row.messages for rank, row in rows.items()})
+    return replace(timeline, notes=tuple(_told(timeline, rows)))
 
 
-def _by_start(step: Step) -> float:
-    return step.start
+def _told(timeline: Timeline, rows: Mapping[int, Traced]) -> Iterator[str]:
+    """What a trace tells: see the top of this file."""
+    span, ranks = timeline.span, list(timeline.rows)
+    idle = statistics.mean(map(timeline.idle, ranks))
+    messages = sum(end - start for these in timeline.messages.values() for start, end in these)
+    share = messages / (span or 1.0) / len(ranks)
+    yield f"makespan {_ms(span)} ms, idle {idle:.1%}" + (f" (messages {share:.1%})" if share else "")
+    means = stage_means(rows)
+    by_kind = {kind: [means[place] for place in sorted(means, key=_stage) if place[0] is kind] for kind in COLOURS}
+    each = [f"{SHORT[kind]} {_brief(list(map(_ms, these)))}" for kind, these in by_kind.items() if these]
+    yield f"mean ms by stage: {', '.join(each)}"
+    paper = compare(rows)
+    if paper is not None:
+        yield (
+            f"on paper {_ms(paper.even)} ms with these means, {_ms(paper.taken)} ms with the time of each step; "
+            f"the run {_ms(paper.run)} ms"
+        )
+    lag = clock_lag(rows)
+    if lag > CLOCKS:
+        yield f"the ranks' clocks differ by {_ms(lag)} ms or more: a step began before what it needs from another rank"
 
 
-def _rank(file: Path) -> int:
-    digits = re.findall(r"\d+", file.stem)
-    if not digits:
-        raise ValueError(f"{file}: the name must say the rank, as trace_rank_0003.json")
-    return int(digits[-1])
+def _ms(time: float) -> str:
+    """Three digits, but no exponent."""
+    return f"{time:.3g}" if time < 999.5 else f"{time:.0f}"
 
 
-def _steps(file: Path) -> list[tuple[int | None, Step]]:
-    """(iteration, step) of each forward and backward in a trace file, in microseconds."""
-    steps = []
-    try:
-        read = json.loads(file.read_text())
-        for event in read["traceEvents"] if isinstance(read, dict) else read:
-            args = event.get("args", {})
-            kind = KINDS.get(args.get("kind"))
-            if event.get("ph", "X") == "X" and kind is not None:
-                op, start = kind(int(args["micro"]), int(args["stage"])), float(event["ts"])
-                steps.append((args.get("iteration"), Step(op, start, start + float(event["dur"]))))
-    except (ValueError, KeyError, TypeError, AttributeError) as wrong:
-        raise ValueError(f"{file}: not a trace of a pipeline: {wrong}") from wrong
-    return steps
+def _stage(place: tuple[type[Compute], int]) -> int:
+    return place[1]
+
+
+def merged(folder: Path) -> list[dict[str, object]]:
+    """The events of all ranks."""
+    return [event for file in sorted(folder.glob("*.json")) for event in events_of(file)]
 
 
 # ---------------------------------------------------------------------------------------------- how it is written
@@ -266,64 +260,83 @@ def write(timeline: Timeline, file: Path) -> None:
 
 
 def picture(timeline: Timeline) -> Picture:
-    """Rows of bars with a legend above, the time and the findings below."""
-    durations = [s.end - s.start for row in timeline.rows.values() for s in row if s.end > s.start] or [1.0]
-    span = timeline.span or 1.0
-    scale = min(max(NARROWEST / statistics.median_low(durations), SHORTEST / span), LONGEST / span)
-    width, bottom = int(LEFT + span * scale + RIGHT), TOP + len(timeline.rows) * (ROW + GAP)
+    """Rows of bars with a legend above, each rank's idle share beside them, the time and the findings below."""
     steps = [step for row in timeline.rows.values() for step in row]
+    span, scale, numbered = timeline.span or 1.0, *_scale(timeline, steps)
+    ranks, end = list(timeline.rows), LEFT + span * scale
+    high = ROW if len(ranks) <= MANY else THIN
+    each = high + (4 if high == ROW else 1)
+    bottom = TOP + len(ranks) * each
     chunks = max(len({step.op.stage for step in row}) for row in timeline.rows.values())
-    shapes: list[Rect | Text] = [Text(12, 18, timeline.title, 15), *_legend({type(s.op) for s in steps}, chunks)]
+    has_messages = any(timeline.messages.values())
+    shapes: list[Rect | Text] = [
+        Text(12, 18, timeline.title, 15), *_legend({type(s.op) for s in steps}, chunks, has_messages)
+    ]
     for tick, label in _ticks(span):
         x = LEFT + tick * scale
         shapes += [
             Rect(x, TOP - 4, 1, bottom - TOP + 8, (225, 225, 225)),
             Text(x, bottom + 14, label + (f" {timeline.unit}" if timeline.unit else ""), SMALL, "middle", GREY),
         ]
-    for place, (rank, row) in enumerate(timeline.rows.items()):
-        y = TOP + place * (ROW + GAP)
-        shapes.append(Text(LEFT - 8, y + ROW / 2, f"rank {rank}", LABEL, "end"))
-        shapes += _bars(row, y, scale)
+    every = -(-(LABEL + 2) // each)                                 # rows that are labelled
+    for place, rank in enumerate(ranks):
+        y = TOP + place * each
+        if place % every == 0:
+            shapes.append(Text(LEFT - 8, y + high / 2, f"rank {rank}", LABEL, "end"))
+            shapes.append(Text(end + 8, y + high / 2, f"idle {timeline.idle(rank):.1%}", LABEL, fill=GREY))
+        for start, stop in timeline.messages.get(rank, ()):
+            shapes.append(Rect(LEFT + start * scale, y + high / 2 - 1, (stop - start) * scale, 2, LINE))
+        shapes += _bars(timeline.rows[rank], y, scale, high, numbered)
     notes = [Text(12, bottom + 38 + 18 * at, note, LABEL) for at, note in enumerate(timeline.notes)]
-    width = max(width, *(_text_width(note) + 24 for note in notes))
+    width = max(int(end) + RIGHT, *(text_width(shape) + 24 for shape in (shapes[0], *notes)))
     return Picture(width, bottom + 36 + 18 * len(notes), (*shapes, *notes))
 
 
-def _bars(row: Sequence[Step], y: float, scale: float) -> Iterator[Rect | Text]:
+def _scale(timeline: Timeline, steps: Sequence[Step]) -> tuple[float, bool]:
+    """Pixels of a unit of time, and whether bars have numbers: where that would make the picture too wide, they are
+    just wide enough to be seen."""
+    usual = statistics.median_low([s.end - s.start for s in steps if s.end > s.start] or [1.0])
+    span = timeline.span or 1.0
+    if span * NARROWEST / usual <= LONGEST:
+        return max(NARROWEST / usual, SHORTEST / span), True
+    return min(max(BARE / usual, 2 * SHORTEST / span), LONGEST_BARE / span), False
+
+
+def _bars(row: Sequence[Step], y: float, scale: float, high: int, numbered: bool) -> Iterator[Rect | Text]:
     """The bars of one rank, each with its micro-batch where that fits."""
     place = {stage: at for at, stage in enumerate(sorted({step.op.stage for step in row}))}
     for step in row:
         x, width = LEFT + step.start * scale, (step.end - step.start) * scale
-        fill = _shade(step.op, place[step.op.stage], len(place))
-        gap = min(1.0, width / 4)
-        yield Rect(x + gap / 2, y, width - gap, ROW, fill)
-        label = Text(x + width / 2, y + ROW / 2, str(step.op.micro), LABEL, "middle", _readable(fill))
-        if _text_width(label) + 2 < width:
+        fill = shade(step.op, place[step.op.stage], len(place))
+        gap = 1.0 if width >= 4 else 0.0
+        yield Rect(x + gap / 2, y, width - gap, high, fill)
+        label = Text(x + width / 2, y + high / 2, str(step.op.micro), LABEL, "middle", readable(fill))
+        if numbered and high == ROW and text_width(label) + 2 < width:
             yield label
 
 
-def _shade(op: Compute | type[Compute], chunk: int, chunks: int) -> Colour:
+def shade(op: Compute | type[Compute], chunk: int, chunks: int) -> Colour:
     """The colour of a kind of step, lighter for the later stages of a rank."""
     red, green, blue = COLOURS[op if isinstance(op, type) else type(op)]
-    white = 0.62 * chunk / max(chunks - 1, 1)
+    white = LIGHTEST * chunk / max(chunks - 1, 1)
     return tuple(round(c + (255 - c) * white) for c in (red, green, blue))
 
 
-def _readable(fill: Colour) -> Colour:
-    red, green, blue = fill
-    return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 135 else (255, 255, 255)
-
-
-def _legend(kinds: set[type], chunks: int) -> Iterator[Rect | Text]:
-    """A box for each kind that occurs, in each stage's shade."""
+def _legend(kinds: set[type], chunks: int, has_messages: bool) -> Iterator[Rect | Text]:
+    """A box for each kind that occurs, in each stage's shade, and a line for messages."""
     x = float(LEFT)
     for kind in (kind for kind in COLOURS if kind in kinds):
         for chunk in range(chunks):
-            yield Rect(x, 38, 14, 12, _shade(kind, chunk, chunks))
+            yield Rect(x, 38, 14, 12, shade(kind, chunk, chunks))
             x += 14
         label = Text(x + 5, 44, f"{SHORT[kind]} {MEANING[kind]}", LABEL)
         yield label
-        x += _text_width(label) + 24
+        x += text_width(label) + 24
+    if has_messages:
+        yield Rect(x, 43, 14, 2, LINE)
+        label = Text(x + 19, 44, "messages", LABEL)
+        yield label
+        x += text_width(label) + 38
     if chunks > 1:
         yield Text(x, 44, "(a rank's stages: the first is darkest)", LABEL, fill=GREY)
 
@@ -334,48 +347,6 @@ def _ticks(span: float) -> Iterator[tuple[float, str]]:
     step = next(power * times for times in (1, 2, 5, 10) if power * times >= span / 10 * 0.999)
     for count in range(int(span / step + 1e-9) + 1):
         yield count * step, f"{count * step:g}"
-
-
-def _text_width(text: Text) -> int:
-    """Pixels, about: a digit of a sans-serif font is 0.56 of its size wide."""
-    return round(0.58 * text.size * len(text.text))
-
-
-def svg(what: Picture) -> str:
-    """The picture as an SVG document."""
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{what.width}" height="{what.height}" '
-        f'viewBox="0 0 {what.width} {what.height}" font-family="Helvetica, Arial, sans-serif">',
-        f'<rect width="{what.width}" height="{what.height}" fill="#ffffff"/>',
-    ]
-    for shape in what.shapes:
-        fill = "#{:02x}{:02x}{:02x}".format(*shape.fill)
-        if isinstance(shape, Rect):
-            size = f'width="{shape.width:.2f}" height="{shape.height:.2f}"'
-            lines.append(f'<rect x="{shape.x:.2f}" y="{shape.y:.2f}" {size} fill="{fill}"/>')
-        else:
-            place = f'x="{shape.x:.2f}" y="{shape.y:.2f}" font-size="{shape.size}" text-anchor="{shape.anchor}"'
-            lines.append(f'<text {place} dominant-baseline="central" fill="{fill}">{escape(shape.text)}</text>')
-    return "\n".join((*lines, "</svg>", ""))
-
-
-def write_png(what: Picture, file: Path) -> None:
-    """The picture as a PNG file. Raises ValueError where the library for it is missing."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ModuleNotFoundError as missing:
-        raise ValueError(f"--out {file}: a .png needs Pillow (pip install pillow); .svg and .txt do not") from missing
-    image = Image.new("RGB", (what.width, what.height), "white")
-    draw = ImageDraw.Draw(image)
-    fonts = {size: ImageFont.load_default(size) for size in {s.size for s in what.shapes if isinstance(s, Text)}}
-    for shape in what.shapes:
-        if isinstance(shape, Rect):
-            right, low = shape.x + max(shape.width, 1) - 1, shape.y + shape.height - 1
-            draw.rectangle((round(shape.x), round(shape.y), round(right), round(low)), fill=shape.fill)
-        else:
-            anchor = {"start": "lm", "middle": "mm", "end": "rm"}[shape.anchor]
-            draw.text((shape.x, shape.y), shape.text, fill=shape.fill, font=fonts[shape.size], anchor=anchor)
-    image.save(file)
 
 
 if __name__ == "__main__":

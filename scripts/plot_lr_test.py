@@ -25,7 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also run from a checkout that is not installed
 
-from scripts.draw_schedule import GREY, LABEL, SMALL, Picture, Rect, Text, svg, write_png  # noqa: E402
+from scripts.picture import GREY, LABEL, SMALL, Picture, Rect, Text, svg, write_png  # noqa: E402
 
 WINDOW = 12                     # the steps over this: how many are averaged
 TURN, BEGIN = 0.1, 0.1          # shares of the fall: of a rise that is a divergence, of a fall that has begun

@@ -118,7 +118,9 @@ def test_a_trace_is_drawn_as_the_schedule_that_ran(
     lines, picture = tmp_path / "run.txt", tmp_path / "run.svg"
     for file in (lines, picture):
         assert draw_schedule.main(["--trace", str(traces / name), "--out", str(file)]) == 0
-    assert f"{name}, iteration {STEPS}: 2 ranks" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{name}, iteration {STEPS}: 2 ranks" in said and "(messages " in said and "clocks" not in said
+    assert "mean ms by stage: F " in said and " ms with the time of each step; the run " in said
     orders = SCHEDULES[name](2, MICROS, RUNS[name])
     assert lines.read_text().splitlines() == [f"{r}: {render(order)}" for r, order in enumerate(orders)]
     assert "rank 1</text>" in picture.read_text() and picture.read_text().count("<rect") > sum(map(len, orders))
