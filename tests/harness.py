@@ -232,7 +232,7 @@ def _run_main(
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     os.dup2(os.open(f"{folder}/out{rank}", append), 1)
     os.dup2(os.open(f"{folder}/err", append), 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", buffering=1, closefd=False)   # as Python's own
     torch.set_num_threads(1)
     if plant is not None:
         plant(rank)
