@@ -27,6 +27,7 @@ from .instructions import (
     BackwardWeight,
     Forward,
     Instruction,
+    Program,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -34,7 +35,6 @@ from .instructions import (
     SendGrad,
 )
 from .line import nbytes_of
-from .lower import Program
 from .message import HEADER, Format
 from .output import Hidden, Output, WithLoss, add_reports_, flat, hidden_of, shaped
 from .p2p import Wires
@@ -153,7 +153,8 @@ class PipeEngine:
         ranks; training and evaluation are told apart without it.
 
         Returns the outputs of the last stage, one per micro-batch in order, where this rank holds it, else [].
-        Raises Stopped, on all ranks, where training is to stop before the last micro-batch.
+        Raises Stopped, on all ranks, where training is to stop before the last micro-batch; ValueError where a stage's
+        output has another shape than before under the same key, or cannot be sent.
         """
         training = any(isinstance(op, Backward | BackwardInput) for op in program)
         step, abandoned, activity = _Step(batches, key, training), False, self.wires.pipeline.activity

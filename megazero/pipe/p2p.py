@@ -16,9 +16,8 @@ from torch import Tensor
 
 from ..parallel.groups import Exchange, Group, new_group
 from . import line
-from .instructions import Send
+from .instructions import Program, Send
 from .line import Line
-from .lower import Program
 
 # What gloo and NCCL both carry; any other dtype travels as bytes.
 CARRIED = (

@@ -3,6 +3,7 @@ schedule, through the front door and in a model of one's own."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -95,11 +96,12 @@ def train_own(argv: list[str]) -> None:
 
 
 def errors_of(jobs: dict[Where, Job]) -> dict[Where, str]:
-    """What each of the jobs wrote to stderr; all of their ranks have ended in time, and not well."""
+    """What each of the jobs wrote to stderr, but for torch's warnings; all of their ranks have ended in time, and not
+    well."""
     start, told = time.monotonic(), {}
     for where, job in jobs.items():
         assert job.wait(start + SECONDS - time.monotonic()) == [1] * RANKS, f"{where}\n{job.erred()}"
-        told[where] = job.erred()
+        told[where] = re.sub(r"^(\[rank\d\]:)?\[W.*\n", "", job.erred(), flags=re.MULTILINE)
     return told
 
 
