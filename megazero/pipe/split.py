@@ -107,7 +107,10 @@ class Split:
         elif self.pattern is not None:
             weights = [float(self.pattern.search(name) is not None) for name in names]
             if not any(weights):
-                raise ValueError(f"--pipeline-split {self.method}: no layer's name matches, the first is {names[0]}")
+                kinds = dict.fromkeys(re.sub(r"\d+", "N", name) for name in names)
+                raise ValueError(
+                    f"--pipeline-split {self.method}: no layer's name matches; they are called {', '.join(kinds)}"
+                )
         if self.method.startswith("deepspeed-"):
             self._check_fill(len(weights), stages)
             return _slices(max_min(weights, stages))
@@ -172,14 +175,14 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     """Bounds of contiguous, non-empty parts whose largest sum is as small as it can be.
 
     Of several such cuts the one with the least sum of squares is taken, then the one with larger parts first. Needs at
-    least `parts` weights, all above 0. Dynamic programming over (parts, prefix): about len(weights)^2 steps.
+    least `parts` weights, all above 0. Dynamic programming over (parts, prefix).
     """
     assert len(weights) >= parts and min(weights) > 0
     total = list(accumulate(weights, initial=0))
     ends = range(len(total))
     least = [0.0, *[math.inf] * len(weights)]           # of each prefix in so many parts: the least largest sum
-    for _ in range(parts):
-        least = [_least_maximum(least, total, end) for end in ends]
+    for part in range(parts):
+        least = [_least_maximum(least, total, end, part) for end in ends]
     limit = least[-1]
     squares = [0.0, *[math.inf] * len(weights)]
     cuts: list[list[int]] = []
@@ -192,22 +195,29 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     return bounds[::-1]
 
 
-def _least_maximum(least: list[float], total: list[float], end: int) -> float:
-    """The least largest sum of the prefix up to `end` with one part more than `least` is of."""
-    best = math.inf
-    for start in range(end - 1, -1, -1):
-        last = total[end] - total[start]
-        best = min(best, max(last, least[start]))
-        if last >= best:
-            break
-    return best
+def _least_maximum(least: list[float], total: list[float], end: int, before: int) -> float:
+    """The least largest sum of the prefix up to `end` with one part more than the `before` that `least` is of.
+
+    The later the last part starts, the smaller it is and the larger are those before it, so the best start is found by
+    halving: where the one passes the other.
+    """
+    low, high = before, end                             # from low on every part before has a layer
+    while low < high:
+        middle = (low + high) // 2
+        if total[end] - total[middle] > least[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    starts = range(max(low - 1, before), min(low + 1, end))
+    return min((max(total[end] - total[start], least[start]) for start in starts), default=math.inf)
 
 
 def _least_squares(squares: list[float], total: list[float], limit: float) -> tuple[list[float], list[int]]:
-    """With one part more, none above `limit`: each prefix's least sum of squares, and where its last part starts."""
+    """With one part more, none above `limit`: each prefix's least sum of squares, and where its last part starts: never
+    before that of a shorter prefix (squares of sums have the quadrangle inequality; Yao, STOC 1980)."""
     best, cut = [math.inf] * len(total), [0] * len(total)
-    for end in range(len(total)):
-        for start in range(end - 1, -1, -1):
+    for end in range(1, len(total)):
+        for start in range(end - 1, cut[end - 1] - 1, -1):
             last = total[end] - total[start]
             if last > limit:
                 break
