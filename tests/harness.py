@@ -109,7 +109,8 @@ def _work(rank: int, n: int, folder: str, payload: bytes, timeout: float, pipe: 
         dist.init_process_group("gloo", store=store, rank=rank, world_size=n, timeout=limit)
         fn, args = pickle.loads(payload)
         message = pickle.dumps((True, time.monotonic(), fn(*args)))
-    except BaseException:
+    except BaseException as error:
+        kept = error  # noqa: F841  (its frames hold connections, whose end a peer could tell of first)
         message = pickle.dumps((False, time.monotonic(), traceback.format_exc()))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -26,6 +26,8 @@ class Clock(Protocol):
 
     def between(self, start: Any, end: Any) -> float: ...
 
+    def on_host(self, moments: Sequence[Any]) -> list[float]: ...
+
 
 class HostClock:
     """The clock of the process."""
@@ -36,9 +38,13 @@ class HostClock:
     def between(self, start: float, end: float) -> float:
         return end - start
 
+    def on_host(self, moments: Sequence[float]) -> list[float]:
+        return list(moments)
+
 
 class DeviceClock:
-    """Moments of the current stream of a GPU. `between` waits until the later one has come."""
+    """Moments of the current stream of a GPU. `between` waits until the later one has come, `on_host`, which tells
+    `time.perf_counter()` of each, until all that is begun has."""
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -48,6 +54,12 @@ class DeviceClock:
     def between(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
+
+    def on_host(self, moments: Sequence[torch.cuda.Event]) -> list[float]:
+        last = self.now()
+        last.synchronize()
+        now = perf_counter()
+        return [now - moment.elapsed_time(last) / 1e3 for moment in moments]
 
 
 @dataclass

@@ -43,7 +43,7 @@ SENDS_UNDER_WAY = 4
 
 Grads = Sequence[Tensor | None]                 # None: there is no gradient
 Place = tuple[Hashable, bool, int]              # the key of a step, whether it trains, a stage
-Timed = tuple[Instruction, float, float]        # an instruction, when it began and when it ended
+Timed = tuple[Instruction, float, float]        # an instruction, when it began and when it ended: time.perf_counter()
 
 
 class Reduction(Protocol):
@@ -92,13 +92,14 @@ class _Step:
     batches: Sequence[Any]
     key: Hashable
     training: bool
+    now: Callable[[], Any] = perf_counter
     live: dict[tuple[int, int], _Live] = field(default_factory=dict)
     deferred: dict[tuple[int, int], list[Work]] = field(default_factory=dict)
     sends: deque[_Sending] = field(default_factory=deque)
     outputs: dict[int, Hidden] = field(default_factory=dict)
     reports: dict[str, Tensor] = field(default_factory=dict)
-    times: list[Timed] = field(default_factory=list)
-    began: float = 0.0                # when the current instruction began its work, after waiting for its tensors
+    times: list[tuple[Instruction, Any, Any]] = field(default_factory=list)
+    began: Any = 0.0                  # when the current instruction began its work, after waiting for its tensors
 
     def of(self, op: Any) -> _Live:
         return self.live.setdefault((op.stage, op.micro), _Live())
@@ -112,7 +113,7 @@ class _Step:
         if live.arriving is not None:
             live.arriving.wait()
             live.arriving = None
-        self.began = perf_counter()
+        self.began = self.now()
 
     def settle(self, limit: int) -> None:
         """Wait for the oldest sends until at most `limit` are under way."""
@@ -129,7 +130,8 @@ class PipeEngine:
     The output of `last_stage` is a loss where the program has backwards; it is a root of them, and so is the loss that
     any stage gives beside its hidden states (`WithLoss`). `queues` holds the weight queue of each stage whose layers
     can put weight gradients off. `reduction` is told when a stage's last backward begins and when its gradients are
-    complete. `trace`, where it is given, gets each training step's instructions with their times in seconds.
+    complete. `trace`, where it is given, gets each training step's instructions with their times in seconds: on a GPU
+    those at which it did them, for which the step waits at its end.
     `reports` are those of the last run, of this rank's stages, summed over its micro-batches. `stop` says which
     micro-batches of a training step are run.
     """
@@ -157,7 +159,9 @@ class PipeEngine:
         output has another shape than before under the same key, or cannot be sent.
         """
         training = any(isinstance(op, Backward | BackwardInput) for op in program)
-        step, abandoned, activity = _Step(batches, key, training), False, self.wires.pipeline.activity
+        traced, clock = training and self.trace is not None, self.watch.clock
+        step = _Step(batches, key, training, clock.now if traced else perf_counter)
+        abandoned, activity = False, self.wires.pipeline.activity
         with nullcontext() if training else torch.no_grad():
             completing = self._completing(program)
             for at, op in enumerate(program):
@@ -165,22 +169,24 @@ class PipeEngine:
                     abandoned = True
                     continue
                 self.watch.enter(_PHASES.get(type(op), self.watch.phase))
-                step.began = perf_counter()
+                step.began = step.now()
                 activity.run(op, at, len(program))
                 if at in completing:
                     self.reduction.arm(op.stage)
                 _RUN[type(op)](self, op, step)
                 if at in completing and self.reduction.every:
                     self.reduction.reduce(op.stage)
-                step.times.append((op, step.began, perf_counter()))
+                if traced:
+                    step.times.append((op, step.began, step.now()))
         step.settle(0)
         activity.instruction = None
         if abandoned:
             if self.reduction is not None:
                 self.reduction.abandon()
             raise Stopped
-        if training and self.trace is not None:
-            self.trace.append(step.times)
+        if traced:
+            moments = iter(clock.on_host([moment for _, *both in step.times for moment in both]))
+            self.trace.append([(op, next(moments), next(moments)) for op, _, _ in step.times])
         left = sorted(step.live.keys() | step.deferred.keys())
         assert not left, f"the program left {left} unfinished"
         self.reports = step.reports
@@ -231,6 +237,7 @@ class PipeEngine:
             out = stage(entry, batch)
         if not all(isinstance(x, Tensor) for x in flat(hidden_of(out))):
             raise ValueError(f"stage {op.stage}: a layer returns a tensor or a tuple of them, or WithLoss of these")
+        Format.of(hidden_of(out))                         # refuses what cannot go on
         self._spent[place] = _spent(out, entry, saved)
         return out
 

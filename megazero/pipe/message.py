@@ -35,7 +35,10 @@ class Format:
 
     @staticmethod
     def of(x: Hidden) -> Format:
-        """The format of hidden states."""
+        """The format of hidden states. Raises ValueError for a tensor that has no strides, such as a sparse one."""
+        for t in flat(x):
+            if t.layout is not torch.strided:
+                raise ValueError(f"a tensor of {t.layout} cannot be sent to the next stage; to_dense() makes one")
         return Format(tuple((t.dtype, t.requires_grad, tuple(t.shape)) for t in flat(x)), isinstance(x, tuple))
 
     def fits(self, tensors: Sequence[Tensor]) -> bool:
@@ -55,7 +58,10 @@ class Format:
                 raise ValueError(f"a tensor of {dtype} cannot be sent to the next stage, but any of {DTYPES}")
             numbers += [DTYPES.index(dtype), int(needs_grad), len(shape), *shape]
         if len(numbers) > HEADER:
-            raise ValueError(f"{self}: too many tensors or dims to send between stages ({len(numbers)} of {HEADER})")
+            raise ValueError(
+                f"{len(self.parts)} tensors are too many, or have too many dims, to send between stages: they take "
+                f"{len(numbers)} of {HEADER} numbers ({str(self)[:100]}...)"
+            )
         return torch.tensor(numbers + [0] * (HEADER - len(numbers)), dtype=torch.int64, device=device)
 
     @staticmethod

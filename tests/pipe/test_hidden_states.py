@@ -202,6 +202,14 @@ def change_shape():
     rank.run(2, 9, True, None)
 
 
+def test_what_cannot_go_on_to_the_next_stage_is_refused():
+    mesh, programs = mesh_on_paper(Topology(), 0), add_communication(SCHEDULES["gpipe"](1, 1, 1), 1)
+    weight = torch.ones(2, 2, requires_grad=True)
+    engine = PipeEngine({0: lambda x, batch: weight.to_sparse()}, 0, Wires(mesh.pipeline, []), device=CPU)
+    with pytest.raises(ValueError, match="a tensor of torch.sparse_coo cannot be sent to the next stage; to_dense"):
+        engine.run(programs[0], [None])
+
+
 def test_a_header_says_any_format():
     """Dtypes, shapes, scalars, empty tensors, a tuple of one: read as it was written; what does not fit is refused."""
     states = [
@@ -214,7 +222,9 @@ def test_a_header_says_any_format():
         assert header.shape == (HEADER,) and Format.read(header.tolist()) == form
         made = form.empty(CPU)
         assert Format.of(made if form.is_tuple else made[0]) == form
-    with pytest.raises(ValueError, match="too many tensors or dims .* of 128"):
+    with pytest.raises(ValueError, match="a tensor of torch.sparse_coo cannot be sent to the next stage"):
+        Format.of(torch.zeros(2, 2).to_sparse())
+    with pytest.raises(ValueError, match="22 tensors are too many, or .* of 128 numbers"):
         Format.of(tuple(torch.zeros(1, 1, 1) for _ in range(22))).header(CPU)
     with pytest.raises(ValueError, match="a tensor of torch.uint16 cannot be sent"):
         Format.of(torch.zeros(1, dtype=torch.uint16)).header(CPU)

@@ -5,14 +5,20 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megazero.parallel.groups import mesh_on_paper
+from megazero.parallel.topology import Topology
+from megazero.pipe.engine import PipeEngine
 from megazero.pipe.instructions import SHORT, Forward, RecvActivation, ReduceGrads, render
 from megazero.pipe.lower import add_communication
+from megazero.pipe.p2p import Wires
 from megazero.pipe.schedule import SCHEDULES
 from megazero.pipe.trace import write_trace
 from scripts import draw_schedule
@@ -124,6 +130,35 @@ def test_a_trace_is_drawn_as_the_schedule_that_ran(
     orders = SCHEDULES[name](2, MICROS, RUNS[name])
     assert lines.read_text().splitlines() == [f"{r}: {render(order)}" for r, order in enumerate(orders)]
     assert "rank 1</text>" in picture.read_text() and picture.read_text().count("<rect") > sum(map(len, orders))
+
+
+class Ticks:
+    """A clock such as a GPU's: its moments are no times of the host's."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def now(self) -> str:
+        self.count += 1
+        return f"tick {self.count}"
+
+    def on_host(self, moments: list[str]) -> list[float]:
+        return [100 + float(moment.removeprefix("tick ")) for moment in moments]
+
+
+def test_a_trace_has_the_times_of_the_device() -> None:
+    """Also where a forward begins when its tensors are there. Without a trace nobody asks the device."""
+    mesh, programs = mesh_on_paper(Topology(), 0), add_communication(SCHEDULES["1f1b"](1, 2, 1), 1)
+    engine = PipeEngine({0: lambda x, batch: batch * 2}, 0, Wires(mesh.pipeline, []), device=mesh.device)
+    engine.watch.clock = Ticks()
+    batches = [torch.ones((), requires_grad=True) for _ in range(2)]
+    engine.run(programs[0], batches)
+    assert engine.watch.clock.count == 0
+    engine.trace = deque()
+    engine.run(programs[0], batches)
+    (step,) = engine.trace
+    assert [op for op, _, _ in step] == programs[0]
+    assert [time for _, *both in step for time in both] == [101.0 + n for n in range(2 * len(programs[0]))]
 
 
 def test_a_reduction_has_no_micro_batch(tmp_path: Path) -> None:
