@@ -99,7 +99,8 @@ class ParallelConfig:
                 more = f" + {len(ends)} ({', '.join(ends)})" if ends else ""
                 raise ValueError(
                     f"--num-layers {num_layers}{more} is not divisible by --pipeline-model-parallel-size {ranks} x "
-                    f"--num-layers-per-virtual-pipeline-stage {each}"
+                    f"--num-layers-per-virtual-pipeline-stage {each}; "
+                    "--num-virtual-stages-per-pipeline-rank cuts unevenly"
                 )
             return counted // (ranks * each)
         return self.num_virtual_stages_per_pipeline_rank or (2 if self.pipeline_schedule == "zb-v" else 1)

@@ -350,6 +350,8 @@ def test_layers_per_virtual_stage_count_the_ends_that_count_in_the_split():
     assert how.chunks(6) == 2 and how.schedule(6) == "interleaved"
     with pytest.raises(ValueError, match=r"--num-layers 8 \+ 2 \(--account-for-embedding-in-pipeline-split, .* is"):
         how.chunks(8)
+    with pytest.raises(ValueError, match="stage 2; --num-virtual-stages-per-pipeline-rank cuts unevenly"):
+        ParallelConfig(pipeline_model_parallel_size=2, num_layers_per_virtual_pipeline_stage=2).chunks(6)
 
 
 def test_more_layers_recomputed_than_there_are_is_refused():
