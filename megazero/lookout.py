@@ -72,6 +72,7 @@ class Lookout:
         self._signals = Signals(self._heard)
         self._interrupts, self._signalled = 0, False
         self._starting, self._over = True, False
+        self._beginning, self._left = threading.Lock(), False   # held, and true, where ranks leave before the training
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._look, name="lookout", daemon=True)
         self._told = self._decided = False                  # what this rank did about a stop
@@ -97,8 +98,10 @@ class Lookout:
             threading.Thread(target=self._guard, name="guard", daemon=True).start()
 
     def train(self) -> None:
-        """Training begins, on all ranks: from now on they stop together, and until now each has left at once."""
-        self._starting = False
+        """Training begins, on all ranks: from now on they stop together, and until now each has left at once. One that
+        is about to leave does not return."""
+        with self._beginning:
+            self._starting = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -130,19 +133,24 @@ class Lookout:
         self.stop.ask(number.name)
         self._wake.set()
 
-    def _leave_start(self, reason: str) -> None:
-        """Nothing is trained yet, so there is nothing to save or to agree on."""
-        if self._store is not None:
-            try:
-                for key in ("stop", "left", "alarm"):
-                    self._store.set(key, reason)
-            except RuntimeError:                            # who holds the store has left already
-                pass
-            time.sleep(2 * TICK)                            # so long the others may need to see it
-        self.linger()
-        if self.world.rank == 0:
-            print(f"left before the first step, as asked: {reason}", flush=True)
-        self._leave(None, 0)
+    def _leave_start(self, reason: str, *, left: bool = False) -> None:
+        """Nothing is trained yet, so there is nothing to save or to agree on. This returns where training has begun,
+        unless another rank has `left` before: without that one there is no first step."""
+        with self._beginning:
+            if not (self._starting or left):
+                return
+            self._left = True
+            if self._store is not None:
+                try:
+                    for key in ("stop", "left", "alarm"):
+                        self._store.set(key, reason)
+                except RuntimeError:                        # who holds the store has left already
+                    pass
+                time.sleep(2 * TICK)                        # so long the others may need to see it
+            self.linger()
+            if self.world.rank == 0:
+                print(f"left before the first step, as asked: {reason}", flush=True)
+            self._leave(None, 0)
 
     def linger(self) -> None:
         """Wait where other ranks alone were told to stop, under a launcher of several hosts: each stops its own ranks
@@ -153,8 +161,8 @@ class Lookout:
     def _agree(self) -> None:
         """Say how far this rank is, and learn how far all go."""
         self.stop.ask(self._store.get("stop").decode())
-        if self._starting:
-            self._leave_start(self.stop.reason)
+        if self._starting or self._store.check(["left"]):
+            self._leave_start(self.stop.reason, left=self._store.check(["left"]))
         if not self._told:
             mine = self.stop.freeze()
             known = self._store.compare_set("furthest", "", str(mine)).decode()
@@ -313,7 +321,7 @@ class Lookout:
             self.stop.ask(self._store.get("left").decode())
             return True
         except RuntimeError:                                # the same for who holds the store
-            return self.stop.reason is not None and self._starting
+            return self.stop.reason is not None and (self._starting or self._left)
 
     # ------------------------------------------------------------------------------------------------------- hanging
 

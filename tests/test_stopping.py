@@ -137,6 +137,21 @@ def sleeping_start(folder: str, rank: int) -> None:
     pretrain_gpt.load = load
 
 
+def late_start(folder: str, rank: int) -> None:
+    """Rank 0 is a little later than the other one when all is built."""
+    load = pretrain_gpt.load
+
+    def slowly(*args: Any) -> Any:
+        progress = load(*args)
+        if rank == 0:
+            time.sleep(0.5)
+            Path(folder, "here0").touch()
+            time.sleep(0.1)
+        return progress
+
+    pretrain_gpt.load = slowly
+
+
 def slow_save(folder: str, rank: int) -> None:
     """A save takes a second."""
     publish = Saver._publish
@@ -214,6 +229,18 @@ def test_a_signal_at_any_moment_ends_the_run_with_a_save_that_is_gone_on_from(
     assert losses(tmp_path / "m.jsonl") == losses(straight / "m.jsonl")
     got, want = (state_of(folder_of(root / "run", 6)) for root in (tmp_path, straight))
     assert got.keys() == want.keys() and all(torch.equal(got[key], want[key]) for key in want)
+
+
+def test_a_rank_that_leaves_before_the_training_begins_lets_none_begin(tmp_path: Path) -> None:
+    """Rank 0, which holds the job's store, is asked to stop a tenth of a second before the first step: it did leave two
+    seconds later, from within the training, and the other one failed for having lost it."""
+    flags = f"{FLAGS} --train-iters 99999 --save {tmp_path}/run"
+    with Job(flags.split(), 2, tmp_path, plant=functools.partial(late_start, str(tmp_path))) as job:
+        job.wait_for(tmp_path / "here0")
+        job.signal(signal.SIGINT, (0,))
+        assert job.wait(20) == [0, 0], job.said() + job.erred()
+    assert "left before the first step, as asked: SIGINT" in job.said() and "iteration" not in job.said()
+    assert "pretrain_gpt.py: " not in job.erred(), job.erred()
 
 
 def test_interrupted_twice_a_run_leaves_at_once_and_a_file_stops_it_too(tmp_path: Path) -> None:
