@@ -364,7 +364,8 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        check_layout(self.model, self.parallel)
+        check_widths(self.model, self.parallel)
+        check_depth(self.model, self.parallel)
         check_experts(self)
         self.parallel.chunks(self.model.num_layers)
         check_schedule(self.batch, self.schedule, self.deepspeed_schedule)
@@ -422,9 +423,19 @@ def check_attention(model: ModelConfig, run: RunConfig) -> None:
             raise ValueError(f"--attention-backend {run.attention_backend} has no {name}: auto and unfused have")
 
 
-def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Sizes that the tensor and pipeline axes must be able to cut. A pipeline may have stages of unequal depth."""
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+def check_depth(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """The pipeline ranks can share the layers. Stages may be of unequal depth."""
+    pipeline = parallel.pipeline_model_parallel_size
+    if model.num_layers < pipeline and parallel.needs_blocks:
+        raise ValueError(
+            f"--num-layers {model.num_layers} is below --pipeline-model-parallel-size {pipeline}: "
+            "each stage needs a layer"
+        )
+
+
+def check_widths(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Sizes that the tensor axis must be able to cut."""
+    tensor = parallel.tensor_model_parallel_size
     for name, size in (
         ("--num-attention-heads", model.num_attention_heads),
         ("--num-query-groups", model.query_groups),
@@ -433,11 +444,6 @@ def check_layout(model: ModelConfig, parallel: ParallelConfig) -> None:
     ):
         if size % tensor:
             raise ValueError(f"{name} {size} is not divisible by --tensor-model-parallel-size {tensor}")
-    if model.num_layers < pipeline and parallel.needs_blocks:
-        raise ValueError(
-            f"--num-layers {model.num_layers} is below --pipeline-model-parallel-size {pipeline}: "
-            "each stage needs a layer"
-        )
 
 
 def check_experts(config: Config) -> None:

@@ -14,14 +14,13 @@ from pathlib import Path
 import torch
 
 from .checkpoint_index import Index, read_index
-from .config import Config, ModelConfig, check_attention, check_layout
+from .config import Config, ModelConfig, check_attention, check_widths
 from .gpt import WORD_TABLE, GPTSetup, gpt_layers
 from .machine import Machine
-from .moe.students import Distillation, Teacher, load_teacher
+from .moe.students import Distillation, Teacher, cut_teacher, load_teacher
 from .parallel.groups import mesh_on_paper
 from .parallel.params import collect
 from .parallel.topology import Topology
-from .pipe.stage import cut_layers
 from .precision import dtypes
 from .snapshot import find
 from .trainer import Progress
@@ -45,14 +44,14 @@ def find_teacher(
     try:
         saved = Config.from_json(json.dumps(index.config))
         model = teachers_model(saved, config, student.vocab)
-        check_layout(model, config.parallel)
+        check_widths(model, config.parallel)
         check_attention(model, config.run)
         setup = replace(
             student, model=model, moe=saved.moe, experts=teachers_experts(saved, config),
             dtype=dtypes(config.precision).compute,
         )
         teacher = Teacher(gpt_layers(setup), folder, setup.experts)
-        cut_layers(teacher.layers, homes)
+        cut_teacher(teacher.layers, homes)
         check_tensors(teacher, index, student.vocab)
     except ValueError as wrong:
         raise ValueError(f"--load-teacher {root}: {wrong}") from wrong

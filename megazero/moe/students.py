@@ -23,7 +23,8 @@ from ..parallel.groups import Mesh
 from ..parallel.params import ParamInfo, collect
 from ..pipe.engine import PipeEngine
 from ..pipe.output import Hidden, Output, hidden_of, with_losses_of
-from ..pipe.stage import LayerSpec, Recompute, Stage, build_stages, cut_layers
+from ..pipe.split import Split
+from ..pipe.stage import Cut, LayerSpec, Recompute, Stage, build_stages, cut_layers
 
 TAUGHT = "taught"       # the engine's key of distilled steps, whose hidden states are the student's and the teacher's
 
@@ -79,6 +80,14 @@ class Distillation:
         self._engine.stages = self._students
 
 
+def cut_teacher(layers: Sequence[LayerSpec], homes: Sequence[int]) -> Cut:
+    """A teacher evenly over the stages of its student. Of one with fewer blocks the later stages have nothing, and only
+    hand on its hidden states; the last has its head."""
+    blocks = sum(layer.cost > 0 for layer in layers)
+    empty = len(homes) - blocks - 1
+    return cut_layers(layers, homes, Split() if empty < 0 else Split(layout=f"E{'t|' * blocks}{'|' * empty}L"))
+
+
 def load_teacher(
     teacher: Teacher, mesh: Mesh, homes: Sequence[int], *, dtype: torch.dtype, verify: bool = True
 ) -> dict[int, Stage]:
@@ -88,7 +97,7 @@ def load_teacher(
     Raises AgreedError where any of them cannot read.
     """
     with mesh.device:
-        stages = build_stages(teacher.layers, mesh, cut_layers(teacher.layers, homes), Recompute())
+        stages = build_stages(teacher.layers, mesh, cut_teacher(teacher.layers, homes), Recompute())
     for stage in stages.values():
         stage.to(dtype).requires_grad_(False).eval()
     infos = collect([named for stage in stages.values() for named in stage.named_layers()])
