@@ -53,6 +53,10 @@ def check_plain(n):
         assert torch.equal(into, torch.cat(every)), "in place, as the optimizer gathers parameters"
         for source in range(n):
             assert torch.equal(broadcast(mine.clone(), group, source), every[source])
+    rough = [torch.randn(2 * n, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(n)]
+    want, mine = functools.reduce(torch.add, rough)[part], rough[group.index]
+    assert torch.equal(reduce_scatter(mine, group), want), "rounded in the order of the ranks, whoever owns it"
+    assert torch.equal(start_reduce_scatter(mine, group, mine[part]).wait(), want), "into its own place"
     rank = group.ranks[group.index]
     assert gather_objects({"rank": rank}, group) == [{"rank": r} for r in group.ranks]
     barrier(group)
